@@ -253,16 +253,30 @@ fn server(endpoints: u16, peers: u16) -> World {
     world
 }
 
-/// Sends the server a message, and waits until nothing is under way. How the message ended.
-fn send_to_server(world: &mut World, from: usize) -> Result<(), Error> {
+/// Sends the server a message from each of some endpoints at once, and waits until nothing is under way. How the
+/// messages ended.
+fn send_to_server<const N: usize>(world: &mut World, from: [usize; N]) -> [Result<(), Error>; N] {
+    let (now, address) = (world.now, world.address(1));
+    for from in from {
+        let policy = &mut world.nodes[from].policy;
+        let peer = policy.open(address, 1).unwrap();
+        let region = Region { offset: 0, length: 10 };
+        policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 7 }, now).unwrap();
+    }
+    world.run_until(20_000_000, |_| false);
+    from.map(|from| {
+        let ended = world.nodes[from].completions.pop().expect("the message has ended");
+        ended.result.map(|_| ())
+    })
+}
+
+/// Says goodbye to the server: it keeps the peer's place as long as nobody else needs it.
+fn leave_server(world: &mut World, from: usize) {
     let (now, address) = (world.now, world.address(1));
     let policy = &mut world.nodes[from].policy;
     let peer = policy.open(address, 1).unwrap();
-    let region = Region { offset: 0, length: 10 };
-    policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 7 }, now).unwrap();
-    world.run_until(20_000_000, |_| false);
-    let ended = world.nodes[from].completions.pop().expect("the message has ended");
-    ended.result.map(|_| ())
+    policy.close(peer, now);
+    assert!(world.run_until(1_000_000, |world| world.nodes[from].policy.peers() == 0), "endpoint {from}");
 }
 
 /// Whoever takes the place of a peer that has said goodbye has its first message delivered: it knows us by the
@@ -271,12 +285,21 @@ fn send_to_server(world: &mut World, from: usize) -> Result<(), Error> {
 fn a_peer_that_takes_the_place_of_another_is_served() {
     let mut world = server(4, 1);
     for from in [0, 2, 3] {
-        assert_eq!(send_to_server(&mut world, from), Ok(()), "endpoint {from}");
-        let (now, address) = (world.now, world.address(1));
-        let policy = &mut world.nodes[from].policy;
-        let peer = policy.open(address, 1).unwrap();
-        policy.close(peer, now);
-        assert!(world.run_until(1_000_000, |world| world.nodes[from].policy.peers() == 0), "endpoint {from}");
+        assert_eq!(send_to_server(&mut world, [from]), [Ok(())], "endpoint {from}");
+        leave_server(&mut world, from);
+    }
+}
+
+/// Two that come at once are told the same incarnation of ours. The second is served, though that has changed since
+/// another peer was forgotten for the first.
+#[test]
+fn peers_that_come_at_once_and_take_the_places_of_others_are_served() {
+    let mut world = server(5, 2);
+    for round in 0..2 {
+        for pair in [[0, 2], [3, 4]] {
+            assert_eq!(send_to_server(&mut world, pair), [Ok(()); 2], "endpoints {pair:?}, round {round}");
+            pair.into_iter().for_each(|from| leave_server(&mut world, from));
+        }
     }
 }
 
@@ -285,12 +308,12 @@ fn a_peer_that_takes_the_place_of_another_is_served() {
 #[test]
 fn a_peer_that_is_gone_leaves_its_place() {
     let mut world = server(4, 2);
-    assert_eq!(send_to_server(&mut world, 3), Ok(()));
+    assert_eq!(send_to_server(&mut world, [3]), [Ok(())]);
     world.nodes.pop();
     // The last place is taken: now it is asked whether the other one lives.
-    assert_eq!(send_to_server(&mut world, 2), Ok(()));
-    assert_eq!(send_to_server(&mut world, 0), Ok(()), "there is no place");
-    assert_eq!(send_to_server(&mut world, 2), Ok(()), "a peer that lives has lost its place");
+    assert_eq!(send_to_server(&mut world, [2]), [Ok(())]);
+    assert_eq!(send_to_server(&mut world, [0]), [Ok(())], "there is no place");
+    assert_eq!(send_to_server(&mut world, [2]), [Ok(())], "a peer that lives has lost its place");
 }
 
 /// A receive is cancelled once, and completes with that.

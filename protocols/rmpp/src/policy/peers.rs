@@ -9,8 +9,33 @@ use super::{Error, Limit, PeerId, Policy};
 use crate::counters::Drop;
 use crate::interface::{Command, Half};
 use crate::{WINDOW, before};
+use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, Kind};
+
+/// Peers that were forgotten last, whose addresses are kept: so many newcomers that were answered before that are still
+/// served.
+const FORGOTTEN: usize = 64;
+
+/// The peers that were forgotten last, the oldest first, each with the incarnation that unknown peers got until then.
+#[derive(Debug, Default)]
+pub(super) struct Forgotten(VecDeque<(u32, (Endpoint, u16))>);
+
+impl Forgotten {
+    fn add(&mut self, base: u32, peer: (Endpoint, u16)) {
+        if self.0.len() == FORGOTTEN {
+            self.0.pop_front();
+        }
+        self.0.push_back((base, peer));
+    }
+
+    /// Whether a peer may begin an association with an incarnation of ours that unknown peers do not get any more: it
+    /// was not forgotten since they did, so it has had none with that incarnation before.
+    fn allows(&self, incarnation: u32, from: (Endpoint, u16)) -> bool {
+        let since = self.0.iter().position(|(base, _)| *base == incarnation);
+        since.is_some_and(|since| self.0.iter().skip(since).all(|(_, peer)| *peer != from))
+    }
+}
 
 /// How far the association with a peer has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -183,7 +208,7 @@ impl Policy {
             self.peers[usize::from(*peer)].opened = true;
             return Ok(PeerId(*peer));
         }
-        let peer = self.enter_peer(address, endpoint).ok_or(Limit::Peers)?;
+        let peer = self.enter_peer(address, endpoint, self.base).ok_or(Limit::Peers)?;
         self.peers[peer].opened = true;
         Ok(PeerId(peer as u16))
     }
@@ -227,10 +252,9 @@ impl Policy {
     }
 
     /// Takes a place in the table, that of a peer which is not needed if there is no free one. When few are left, idle
-    /// peers are asked whether they live: one that has gone without a word would keep its place for ever.
-    fn enter_peer(&mut self, address: Endpoint, endpoint: u16) -> Option<usize> {
-        // That which the new peer may know already, whatever is forgotten for it.
-        let local = self.base;
+    /// peers are asked whether they live: one that has gone without a word would keep its place for ever. `local` is
+    /// the incarnation that the new peer may know already, whatever is forgotten for it.
+    fn enter_peer(&mut self, address: Endpoint, endpoint: u16, local: u32) -> Option<usize> {
         if 8 * (self.addresses.len() + 1) > 7 * self.peers.len() {
             for at in 0..self.peers.len() {
                 if self.peers[at].is_idle() && self.peers[at].doubt == Doubt::None {
@@ -258,6 +282,7 @@ impl Policy {
         let Peer { address, endpoint, .. } = self.peers[at];
         self.addresses.remove(&(address, endpoint));
         self.peers[at] = Peer::default();
+        self.forgotten.add(self.base, (address, endpoint));
         self.base = self.next_incarnation();
     }
 
@@ -309,7 +334,9 @@ impl Policy {
     }
 
     fn admit_unknown(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<usize, Drop> {
-        if header.to != self.base || header.kind == Kind::Bye {
+        // Newcomers for which others are forgotten do not make those fail that were answered at the same time.
+        let begins = header.to == self.base || self.forgotten.allows(header.to, (*from, header.source));
+        if header.kind == Kind::Bye || !begins {
             self.refuse_incarnation(from, header);
             return Err(Drop::WrongIncarnation);
         }
@@ -317,7 +344,7 @@ impl Policy {
         if header.kind != Kind::Rts {
             return Err(Drop::NoMessage);
         }
-        let at = self.enter_peer(*from, header.source).ok_or(Drop::Peers)?;
+        let at = self.enter_peer(*from, header.source, header.to).ok_or(Drop::Peers)?;
         self.associate(at, header.from, now);
         Ok(at)
     }
@@ -585,5 +612,26 @@ impl Policy {
         if before(peer.next_match, floor) {
             peer.next_match = floor;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a newcomer was told stays valid for a while, and not for a peer that has been forgotten since: its packets
+    /// are of the association that has ended.
+    #[test]
+    fn an_earlier_incarnation_is_for_those_who_were_not_forgotten() {
+        let mut forgotten = Forgotten::default();
+        let peer = |port| (Endpoint::v4([10, 0, 0, 1], port), 0);
+        forgotten.add(5, peer(1));
+        forgotten.add(6, peer(2));
+        let allowed = |forgotten: &Forgotten, incarnation| [1, 2, 3].map(|port| forgotten.allows(incarnation, peer(port)));
+        assert_eq!(allowed(&forgotten, 5), [false, false, true]);
+        assert_eq!(allowed(&forgotten, 6), [true, false, true]);
+        assert_eq!((allowed(&forgotten, 4), allowed(&forgotten, 7)), ([false; 3], [false; 3]));
+        (7..).zip(0..FORGOTTEN).for_each(|(base, _)| forgotten.add(base, peer(4)));
+        assert_eq!((allowed(&forgotten, 6), allowed(&forgotten, 7)), ([false; 3], [true; 3]));
     }
 }
