@@ -73,6 +73,12 @@ impl QueueShared {
         }
     }
 
+    /// Undoes `drive`.
+    pub fn drive_no_longer(&self, endpoint: &Arc<EndpointShared>) {
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        endpoints.retain(|known| !std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint)));
+    }
+
     /// Adds an event.
     pub fn push(&self, event: Event) {
         let mut state = self.lock();
@@ -173,8 +179,8 @@ impl QueueShared {
     /// Waits until there is an event, a signal, or the time is over. `timeout` is in milliseconds, negative for ever.
     fn wait(&self, timeout: c_int) {
         let until = u64::try_from(timeout).ok().map(|milliseconds| monotonic_micros() + milliseconds * 1000);
-        let endpoints = self.endpoints();
-        endpoints.iter().for_each(|endpoint| endpoint.leave());
+        // They may be closed while this thread waits, so it keeps none of them.
+        self.endpoints().iter().for_each(|endpoint| endpoint.leave());
         let mut state = self.lock();
         state.waiting += 1;
         while state.events.is_empty() && !state.signalled {
@@ -354,6 +360,8 @@ pub const NOBODY: u64 = ADDR_UNSPEC;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzz::side::Side;
+    use baton_fuzz::Choice;
 
     fn entry() -> CqEntry {
         CqEntry { op_context: std::ptr::null_mut(), flags: 0, len: 0, buf: std::ptr::null_mut(), data: 0, tag: 0 }
@@ -398,5 +406,28 @@ mod tests {
         shared.push(Event::Done(entry(), NOBODY));
         assert_eq!((read_four(), is_readable(cq)), (1, false));
         assert_eq!(read_error(), -(errno::EAGAIN as isize));
+    }
+
+    /// A closed endpoint is gone, though a thread waits for what it may bring: it does not go on to receive into
+    /// buffers that are the program's again.
+    #[test]
+    fn a_thread_that_waits_does_not_keep_a_closed_endpoint() {
+        // SAFETY: tests of this program read the environment by the standard library only, which has a lock for it.
+        unsafe { std::env::set_var("FI_RMPP_NIC", "never") };
+        let mut sides = (0..).map(|word| Side::open(0, &mut Choice::new(word)));
+        let mut side = sides.find(|side| side.wait == wait::UNSPEC).expect("a queue at which threads can wait");
+        // SAFETY: the side's queue, which is open.
+        let shared = unsafe { object::<Queue, _>(side.cq) }.expect("a queue").shared.clone();
+        let endpoint = shared.endpoints.lock().expect("no thread has panicked")[0].clone();
+        let theirs = shared.clone();
+        let waiter = std::thread::spawn(move || theirs.wait(-1));
+        while shared.lock().waiting == 0 {
+            std::thread::yield_now();
+        }
+        side.close_one(0);
+        assert_eq!(endpoint.strong_count(), 0);
+        shared.lock().signalled = true;
+        shared.changed.notify_all();
+        waiter.join().expect("it has been woken");
     }
 }

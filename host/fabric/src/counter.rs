@@ -36,6 +36,11 @@ impl CounterShared {
         self.lock().endpoints.push(Arc::downgrade(endpoint));
     }
 
+    /// Undoes `drive`.
+    pub fn drive_no_longer(&self, endpoint: &Arc<EndpointShared>) {
+        self.lock().endpoints.retain(|known| !std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint)));
+    }
+
     /// Counts an operation.
     pub fn count(&self, well: bool) {
         self.change(|state| if well { state.value += 1 } else { state.errors += 1 });

@@ -227,9 +227,22 @@ unsafe extern "C" fn close(fid: *mut Fid) -> c_int {
     // SAFETY: C's pointer to an endpoint that is not closed.
     if let Some(endpoint) = unsafe { object::<Endpoint, _>(fid) } {
         endpoint.shared.finish();
+        leave_queues(&endpoint.shared);
     }
     // SAFETY: C's pointer to an endpoint that is not closed, and that C does not use after this call.
     unsafe { crate::object::close::<Endpoint>(fid) }
+}
+
+/// Leaves queues and counters, and waits for threads that are just driving the endpoint by them: when it has been
+/// closed, nothing is received into the program's buffers any more.
+fn leave_queues(shared: &Arc<EndpointShared>) {
+    let (queues, counters) =
+        shared.call(|state, _| ([state.transmit.queue.clone(), state.receive.queue.clone()], state.counters.0.clone()));
+    queues.iter().flatten().for_each(|queue| queue.drive_no_longer(shared));
+    counters.iter().for_each(|(_, counter)| counter.drive_no_longer(shared));
+    while Arc::strong_count(shared) > 1 {
+        std::thread::yield_now();
+    }
 }
 
 unsafe extern "C" fn bind(fid: *mut Fid, other: *mut Fid, flags: u64) -> c_int {

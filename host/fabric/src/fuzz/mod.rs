@@ -7,7 +7,7 @@
 
 mod model;
 mod rma;
-mod side;
+pub mod side;
 
 use crate::abi::{ADDR_UNSPEC, caps, errno, flags};
 use crate::info::{INJECT, PARTS};
