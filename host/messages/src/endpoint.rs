@@ -225,7 +225,7 @@ impl<B: Buffer> Endpoint<B> {
             packet: config.packet,
             multiple: Multiple::default(),
             spill: Spill::new(config.hash_key),
-            rma: rma::Rma::new(regions),
+            rma: rma::Rma::new(regions, now),
             completions: VecDeque::new(),
             replies_due: 0,
             idle_until: 0,

@@ -25,6 +25,8 @@ const INSTEAD: usize = 1;
 const RECEIVES: usize = 32;
 /// In the tag of what is read. So numbers of both sides' operations do not meet.
 const READ_TAG: u64 = 1 << 63;
+/// More operations than begin in a microsecond, as a power of two.
+const OPERATIONS: u32 = 12;
 
 /// What a peer wants with memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -137,8 +139,12 @@ pub(crate) struct Rma<B> {
 }
 
 impl<B> Rma<B> {
-    pub fn new(regions: Box<dyn Regions<B>>) -> Rma<B> {
-        Rma { regions, next: 1, pending: HashMap::default(), unposted: 0, waiting: VecDeque::new() }
+    /// `now` as for [`Endpoint::new`].
+    pub fn new(regions: Box<dyn Regions<B>>, now: u64) -> Rma<B> {
+        // An earlier endpoint of this address has used none of these numbers: a peer may still wait for the contents of
+        // its last writes, and would take ours for them.
+        let next = (now << OPERATIONS) & !READ_TAG | 1;
+        Rma { regions, next, pending: HashMap::default(), unposted: 0, waiting: VecDeque::new() }
     }
 }
 
@@ -356,9 +362,53 @@ impl<B: Buffer> Endpoint<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Settings;
     use crate::endpoint::Incoming;
     use crate::testing::endpoint;
     use baton_linux::events::monotonic_micros;
+
+    struct Anything;
+
+    impl Regions<Vec<u8>> for Anything {
+        fn find(&self, _: u64, _: u64, length: u64, _: Access) -> Option<Vec<u8>> {
+            Some(vec![0; length as usize])
+        }
+    }
+
+    /// Drives two endpoints until something holds for the first.
+    fn drive(target: &mut Endpoint<Vec<u8>>, other: &mut Endpoint<Vec<u8>>, done: impl Fn(&Endpoint<Vec<u8>>) -> bool) {
+        let limit = monotonic_micros() + 20_000_000;
+        while !done(target) {
+            assert!(monotonic_micros() < limit, "it does not come to that: {}", target.report());
+            target.progress(monotonic_micros());
+            other.progress(monotonic_micros());
+        }
+    }
+
+    /// A target whose peer died between the request and the contents of a write does not take the first write of the
+    /// peer's successor, which has the same address, for these contents.
+    #[test]
+    fn a_write_is_not_taken_for_that_of_an_earlier_endpoint() {
+        let made = |settings: &Settings, now| Endpoint::new(settings, Box::new(Anything), [7; 32], now).expect("an endpoint");
+        let now = monotonic_micros();
+        let settings = Settings { stream: false, ..Settings::default() };
+        let mut target = made(&settings, now);
+        target.enable_rma(now).expect("there is room");
+        let mut first = made(&settings, now);
+        let (address, peer) = (first.address(), first.peer(target.address()).expect("a peer"));
+        let operation = first.rma.next;
+        let request = Request { verb: Verb::Write, operation, key: 1, address: 0, length: 8, data: 1 };
+        first.ask(peer, request, now).expect("there is room");
+        drive(&mut target, &mut first, |target| target.policy.usage().2 > RECEIVES);
+        drop(first);
+        let mut second = made(&Settings { address, ..settings }, monotonic_micros() + 10_000);
+        let peer = second.peer(target.address()).expect("a peer");
+        let (remote, payload) = (Remote { peer, key: 2, address: 0 }, Payload::Borrowed(vec![5; 8]));
+        second.write(Transfer { remote, payload, data: 2, token: Some(9) }, now).expect("there is room");
+        drive(&mut target, &mut second, |target| !target.completions.is_empty());
+        let completion = target.poll_completion().expect("a write has ended");
+        assert_eq!((completion.kind, completion.result.expect("its bytes are there").data), (Kind::Written, 2));
+    }
 
     /// Receives for requests that cannot be posted again when they end, since the program's take all the room, are
     /// posted when there is room: else a peer's reads and writes would wait for ever once all of them are lost.
