@@ -148,6 +148,7 @@ impl State {
         let event = match completion.result {
             Ok(delivered) => self.done(&operation, &delivered),
             Err(error) => {
+                let error = cause(error, operation.flags);
                 let text = error_text(number_of(error)).to_string_lossy();
                 log(Level::Info, &format!("endpoint at {}: an operation has failed: {text}", self.endpoint.address()));
                 let entry = CqEntry {
@@ -224,6 +225,15 @@ impl State {
 /// Our number of a receive that was too short, for fi_cq_strerror().
 const TRUNCATED: c_int = 7;
 
+/// Why an operation of this kind has failed. Reads and writes are refused; a message ends like that only if its
+/// receiver has given it up, since no more of it came.
+fn cause(error: Error, kind: u64) -> Error {
+    match error {
+        Error::Aborted if kind & caps::RMA == 0 => Error::NoProgress,
+        other => other,
+    }
+}
+
 fn number_of(error: Error) -> c_int {
     match error {
         Error::PeerDead => 1,
@@ -260,5 +270,20 @@ pub fn error_text(number: c_int) -> &'static CStr {
         8 => c"the peer uses another version of RMPP: install the same Baton on both hosts",
         TRUNCATED => c"the message was longer than the buffer",
         _ => c"no further information",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both sides of a message that its receiver has given up are told so, and not that there is no such key.
+    #[test]
+    fn only_reads_and_writes_are_refused() {
+        let number = |kind| error_number(cause(Error::Aborted, kind));
+        for kind in [caps::SEND | caps::MSG, caps::SEND | caps::TAGGED, caps::RECV | caps::TAGGED] {
+            assert_eq!(number(kind), errno::EIO);
+        }
+        assert_eq!((number(caps::RMA | caps::WRITE), number(caps::RMA | caps::READ)), (errno::EKEYREJECTED, errno::EKEYREJECTED));
     }
 }
