@@ -1,6 +1,6 @@
 //! Address vectors, fi_av(3). An address is named by its place in the vector, whether that is a map or a table.
 
-use crate::abi::{ADDR_UNSPEC, AvAttr, AvOps, Fid, FidAv, FidDomain, FidOps, class, errno};
+use crate::abi::{ADDR_UNSPEC, AV_TABLE, AV_UNSPEC, AvAttr, AvOps, Fid, FidAv, FidDomain, FidOps, class, errno, flags};
 use crate::addresses::{self, LENGTH_V4, LENGTH_V6, to_bytes};
 use crate::object::{close, failure, hand_out, missing, no_bind, no_control, object};
 use std::collections::BTreeMap;
@@ -94,16 +94,35 @@ static OPS: AvOps =
 /// fi_av_open().
 pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut AvAttr, out: *mut *mut FidAv, context: *mut c_void) -> c_int {
     // SAFETY: null, or the caller's attributes.
-    if unsafe { attr.as_ref() }.is_some_and(|attr| !attr.name.is_null() || attr.flags != 0 || attr.rx_ctx_bits != 0) {
-        // Vectors shared by name, insertion in the background, several receive contexts.
-        return failure(errno::ENOSYS);
+    if let Some(attr) = unsafe { attr.as_mut() } {
+        if !attr.name.is_null() || attr.flags != 0 || attr.rx_ctx_bits != 0 {
+            // Vectors shared by name, insertion in the background, several receive contexts.
+            return failure(errno::ENOSYS);
+        }
+        // Whoever leaves the choice to us is told what it is.
+        if attr.kind == AV_UNSPEC {
+            attr.kind = AV_TABLE;
+        }
     }
     let fid = FidAv { fid: Fid { class: class::AV, context, ops: &FID_OPS }, ops: &OPS };
     // SAFETY: a `repr(C)` object that begins with a FidAv; `out` is the caller's place for it.
     unsafe { hand_out(Vector { fid, addresses: Arc::default() }, out) }
 }
 
-unsafe extern "C" fn insert(av: *mut FidAv, addr: *const c_void, count: usize, out: *mut u64, _: u64, _: *mut c_void) -> c_int {
+/// The place for the error of each address that is inserted; null if the caller has none (FI_SYNC_ERR).
+fn errors(how: u64, context: *mut c_void) -> *mut c_int {
+    if how & flags::SYNC_ERR != 0 { context.cast() } else { std::ptr::null_mut() }
+}
+
+unsafe extern "C" fn insert(
+    av: *mut FidAv,
+    addr: *const c_void,
+    count: usize,
+    out: *mut u64,
+    how: u64,
+    context: *mut c_void,
+) -> c_int {
+    let errors = errors(how, context);
     // SAFETY: C's pointer to a vector that is not closed.
     let Some(vector) = (unsafe { object::<Vector, _>(av) }) else { return failure(errno::EINVAL) };
     let (mut at, mut length, mut inserted) = (addr.cast::<u8>(), None, 0);
@@ -116,10 +135,13 @@ unsafe extern "C" fn insert(av: *mut FidAv, addr: *const c_void, count: usize, o
             inserted += 1;
         }
         let found = address.map_or(ADDR_UNSPEC, |address| vector.addresses.insert(address));
-        // SAFETY: null, or room for `count` results.
+        // SAFETY: null, or room for `count` results and errors.
         unsafe {
             if !out.is_null() {
                 *out.add(place) = found;
+            }
+            if !errors.is_null() {
+                *errors.add(place) = if address.is_some() { 0 } else { errno::EINVAL };
             }
         }
         at = length.map_or(std::ptr::null(), |length| at.wrapping_add(length));
@@ -132,15 +154,17 @@ unsafe extern "C" fn insertsvc(
     node: *const c_char,
     service: *const c_char,
     out: *mut u64,
-    _: u64,
-    _: *mut c_void,
+    how: u64,
+    context: *mut c_void,
 ) -> c_int {
-    // SAFETY: C's pointer to a vector that is not closed, null or C strings, null or a place for a result.
+    // SAFETY: C's pointer to a vector that is not closed, null or C strings, null or a place for a result and an error.
     unsafe {
         let Some(vector) = object::<Vector, _>(av) else { return failure(errno::EINVAL) };
-        let Some(address) = addresses::resolve(addresses::text(node), addresses::text(service), None) else {
-            return failure(errno::EINVAL);
-        };
+        let found = addresses::resolve(addresses::text(node), addresses::text(service), None);
+        if let Some(error) = errors(how, context).as_mut() {
+            *error = if found.is_some() { 0 } else { errno::EINVAL };
+        }
+        let Some(address) = found else { return failure(errno::EINVAL) };
         let place = vector.addresses.insert(address);
         if let Some(out) = out.as_mut() {
             *out = place;
@@ -238,6 +262,36 @@ mod tests {
         // Behind a first one of no known family nothing can be found.
         bytes[0] = 99;
         assert_eq!(insert_all(av, &bytes, 4), (0, vec![ADDR_UNSPEC; 4]));
+    }
+
+    /// FI_SYNC_ERR: each address has a place for what became of it.
+    #[test]
+    fn the_errors_of_addresses_are_told_on_request() {
+        let (av, mut bytes) = (vector(), addresses(&[1, 2, 3]));
+        bytes[LENGTH_V4] = 99;
+        let insert_with = |how| {
+            let mut errors = [77; 3];
+            // SAFETY: a vector that is not closed, three addresses, no place for results, and three for errors.
+            let inserted = unsafe { insert(av, bytes.as_ptr().cast(), 3, std::ptr::null_mut(), how, errors.as_mut_ptr().cast()) };
+            (inserted, errors)
+        };
+        assert_eq!(insert_with(flags::SYNC_ERR), (2, [0, errno::EINVAL, 0]));
+        // The context is something else otherwise.
+        assert_eq!(insert_with(0), (2, [77; 3]));
+    }
+
+    /// FI_AV_UNSPEC: the caller is told which kind it is; who wants a certain one has that.
+    #[test]
+    fn the_kind_of_a_vector_is_told() {
+        for (asked, told) in [(AV_UNSPEC, AV_TABLE), (1, 1), (AV_TABLE, AV_TABLE)] {
+            // SAFETY: attributes are plain data, for which zero is a value.
+            let mut attr: AvAttr = unsafe { std::mem::zeroed() };
+            attr.kind = asked;
+            let mut av = std::ptr::null_mut();
+            // SAFETY: no domain is needed; attributes, and a place for the result.
+            assert_eq!(unsafe { open(std::ptr::null_mut(), &mut attr, &mut av, std::ptr::null_mut()) }, 0);
+            assert_eq!(attr.kind, told);
+        }
     }
 
     /// A program whose peers come and go does not need more and more memory, and what it removed is not found again.

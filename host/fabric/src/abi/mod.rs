@@ -48,6 +48,8 @@ pub mod flags {
     pub const CLAIM: u64 = 1 << 59;
     /// Of fi_ep_bind().
     pub const SELECTIVE_COMPLETION: u64 = 1 << 59;
+    /// Of fi_av_insert() and fi_av_insertsvc().
+    pub const SYNC_ERR: u64 = 1 << 58;
     /// Of fi_domain_bind() and others: `FI_PROV_ATTR_ONLY` of fi_getinfo().
     pub const PROV_ATTR_ONLY: u64 = 1 << 54;
 }
@@ -75,6 +77,7 @@ pub mod class {
 /// Of enum fi_ep_type.
 pub const EP_RDM: i32 = 3;
 /// Of enum fi_av_type.
+pub const AV_UNSPEC: i32 = 0;
 pub const AV_TABLE: i32 = 2;
 /// Of enum fi_progress.
 pub const PROGRESS_AUTO: i32 = 1;
