@@ -314,6 +314,12 @@ impl<B: Buffer> Endpoint<B> {
         self.half.streams().expect("there are streams")
     }
 
+    /// Makes the data half take no commands any more, as a NIC that hangs does.
+    #[cfg(test)]
+    pub fn stop_data_half(&mut self) {
+        self.half.stopped = true;
+    }
+
     /// Whether messages are still to be sent.
     pub fn is_sending(&self) -> bool {
         self.policy.usage().0 > 0
@@ -329,11 +335,18 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     pub(crate) fn send_for(&mut self, purpose: Purpose, outgoing: Outgoing<B>, now: u64) -> Result<(), Limit> {
+        self.make_room(now);
+        self.begin_send(purpose, outgoing, now)?;
+        self.transmit(now);
+        Ok(())
+    }
+
+    /// As [`Endpoint::send_for`], and nothing else happens: [`Endpoint::transmit`] follows.
+    pub(crate) fn begin_send(&mut self, purpose: Purpose, outgoing: Outgoing<B>, now: u64) -> Result<(), Limit> {
         let slot = self.arena.insert(match outgoing.payload {
             Payload::Borrowed(buffer) => Slot::Program(buffer),
             Payload::Copied(bytes) => Slot::Own(bytes),
         });
-        self.make_room(now);
         let region = self.arena.outgoing(slot).map_err(|missing| {
             self.arena.remove(slot);
             limit_of(missing, Limit::Sends)
@@ -351,7 +364,6 @@ impl<B: Buffer> Endpoint<B> {
             return Err(limit);
         }
         self.set_purpose(slot, purpose);
-        self.transmit(now);
         Ok(())
     }
 
@@ -621,7 +633,7 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     /// Makes room for the commands of another call.
-    fn make_room(&mut self, now: u64) {
+    pub(crate) fn make_room(&mut self, now: u64) {
         if !self.policy.is_ready() {
             self.replies_due = now;
             self.exchange(now);

@@ -57,6 +57,9 @@ pub struct DataHalf {
     streamed: u32,
     /// NICs that have died.
     deaths: u32,
+    /// It takes no commands any more.
+    #[cfg(test)]
+    pub stopped: bool,
 }
 
 impl DataHalf {
@@ -79,7 +82,17 @@ impl DataHalf {
             ended: false,
         });
         let (settings, streams) = streams.unzip();
-        DataHalf { local: Self::local(&config, &socket, settings), socket, config, nic, streams, streamed: 0, deaths: 0 }
+        DataHalf {
+            local: Self::local(&config, &socket, settings),
+            socket,
+            config,
+            nic,
+            streams,
+            streamed: 0,
+            deaths: 0,
+            #[cfg(test)]
+            stopped: false,
+        }
     }
 
     fn local(config: &Config, socket: &Carrier, streams: Option<StreamConfig>) -> Local {
@@ -171,6 +184,10 @@ impl DataHalf {
 
     /// Whether commands can be carried out.
     pub fn has_room(&mut self) -> bool {
+        #[cfg(test)]
+        if self.stopped {
+            return false;
+        }
         self.local.data.has_room() && self.nic.as_mut().is_none_or(|nic| nic.link.has_room())
     }
 

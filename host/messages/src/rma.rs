@@ -110,6 +110,12 @@ impl Request {
         words.iter().flat_map(|word| word.to_be_bytes()).collect()
     }
 
+    /// The message that takes it to a peer.
+    fn to<B>(self, peer: PeerId) -> Outgoing<B> {
+        let payload = Payload::Copied(self.to_bytes());
+        Outgoing { peer, channel: Channel::Requests, tag: 0, data: 0, payload, token: None }
+    }
+
     fn parse(bytes: &[u8]) -> Option<Request> {
         let word = |at: usize| Some(u64::from_be_bytes(bytes.get(8 * at..8 * at + 8)?.try_into().ok()?));
         let verb = [Verb::Write, Verb::Read, Verb::RefuseWrite, Verb::RefuseRead];
@@ -175,7 +181,7 @@ impl<B: Buffer> Endpoint<B> {
         self.rma.pending.insert(operation, pending);
         self.rma.next += 1;
         let request = Request { verb: Verb::Read, operation, key, address, length, data: 0 };
-        self.ask(peer, request, now).inspect_err(|_| {
+        self.send(request.to(peer), now).inspect_err(|_| {
             // The end of the receive is not reported.
             self.rma.pending.remove(&operation);
             self.policy.cancel(receive);
@@ -195,24 +201,27 @@ impl<B: Buffer> Endpoint<B> {
             Payload::Copied(bytes) => bytes.len() as u64,
         };
         let payload = if length > 0 { transfer.payload } else { Payload::Copied(vec![0; INSTEAD]) };
-        // Both messages go, or neither: without its contents a request would keep a receive at the peer for ever.
+        // Both messages go, or neither: without its contents a request would keep a receive at the peer for ever. So
+        // nothing else that needs room happens between the two.
+        self.make_room(now);
         if !self.arena.can_hold(length) {
             return Err(Limit::Memory);
+        }
+        if !self.policy.is_ready() {
+            return Err(Limit::Commands);
         }
         if !self.has_room_for(2) || !self.arena.has_place([length.max(INSTEAD as u64), REQUEST as u64]) {
             return Err(Limit::Sends);
         }
         self.rma.next += 1;
-        self.ask(peer, Request { verb: Verb::Write, operation, key, address, length, data: transfer.data }, now)?;
-        self.rma.pending.insert(operation, Pending { token: transfer.token, receive: None, refused: false });
+        let request = Request { verb: Verb::Write, operation, key, address, length, data: transfer.data };
+        self.begin_send(Purpose::Silent, request.to(peer), now)?;
         let (channel, tag) = (Channel::Contents, operation);
         let contents = Outgoing { peer, channel, tag, data: 0, payload, token: None };
-        self.send_for(Purpose::Rma(Step::Write { operation, length }), contents, now)
-    }
-
-    fn ask(&mut self, peer: PeerId, request: Request, now: u64) -> Result<(), Limit> {
-        let payload = Payload::Copied(request.to_bytes());
-        self.send(Outgoing { peer, channel: Channel::Requests, tag: 0, data: 0, payload, token: None }, now)
+        self.begin_send(Purpose::Rma(Step::Write { operation, length }), contents, now)?;
+        self.rma.pending.insert(operation, Pending { token: transfer.token, receive: None, refused: false });
+        self.transmit(now);
+        Ok(())
     }
 
     fn post_request(&mut self, now: u64) -> Result<(), Limit> {
@@ -281,6 +290,7 @@ impl<B: Buffer> Endpoint<B> {
         let mut any = false;
         self.post_missing_requests(now);
         while self.has_room_for(2)
+            && self.policy.is_ready()
             && let Some((peer, request)) = self.rma.waiting.front().copied()
         {
             let length = if self.arena.can_hold(request.length) { request.length.max(INSTEAD as u64) } else { 0 };
@@ -320,7 +330,7 @@ impl<B: Buffer> Endpoint<B> {
                 (memory, Step::Written { data: request.data, length: request.length })
             }
             None => {
-                self.ask(peer, Request { verb: Verb::RefuseWrite, ..*request }, now)?;
+                self.send(Request { verb: Verb::RefuseWrite, ..*request }.to(peer), now)?;
                 (Slot::Own(Vec::new()), Step::Discard)
             }
         };
@@ -340,7 +350,7 @@ impl<B: Buffer> Endpoint<B> {
 
     fn answer_read(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
         let Some(region) = self.find_region(request, Access::Read) else {
-            return self.ask(peer, Request { verb: Verb::RefuseRead, ..*request }, now);
+            return self.send(Request { verb: Verb::RefuseRead, ..*request }.to(peer), now);
         };
         let (channel, tag) = (Channel::Contents, request.operation | READ_TAG);
         let contents = Outgoing { peer, channel, tag, data: 0, payload: Payload::Borrowed(region), token: None };
@@ -366,6 +376,7 @@ mod tests {
     use crate::endpoint::Incoming;
     use crate::testing::endpoint;
     use baton_linux::events::monotonic_micros;
+    use std::net::SocketAddr;
 
     struct Anything;
 
@@ -398,7 +409,7 @@ mod tests {
         let (address, peer) = (first.address(), first.peer(target.address()).expect("a peer"));
         let operation = first.rma.next;
         let request = Request { verb: Verb::Write, operation, key: 1, address: 0, length: 8, data: 1 };
-        first.ask(peer, request, now).expect("there is room");
+        first.send(request.to(peer), now).expect("there is room");
         drive(&mut target, &mut first, |target| target.policy.usage().2 > RECEIVES);
         drop(first);
         let mut second = made(&Settings { address, ..settings }, monotonic_micros() + 10_000);
@@ -408,6 +419,29 @@ mod tests {
         drive(&mut target, &mut second, |target| !target.completions.is_empty());
         let completion = target.poll_completion().expect("a write has ended");
         assert_eq!((completion.kind, completion.result.expect("its bytes are there").data), (Kind::Written, 2));
+    }
+
+    /// While the data half takes no commands, a write begins as a whole or not at all, and a peer's requests wait.
+    #[test]
+    fn a_request_does_not_leave_without_its_contents() {
+        let mut end = endpoint(100);
+        end.stop_data_half();
+        let now = monotonic_micros();
+        let refused = (1..1000u16).find_map(|port| {
+            let peer = end.peer(SocketAddr::from(([127, 0, 0, 1], port))).expect("there is room for it");
+            let before = end.policy.usage().0;
+            let (remote, payload) = (Remote { peer, key: 1, address: 0 }, Payload::Borrowed(vec![1; 8]));
+            let begun = end.write(Transfer { remote, payload, data: 0, token: Some(port.into()) }, now);
+            let messages = end.policy.usage().0 - before;
+            assert_eq!(messages, if begun.is_ok() { 2 } else { 0 }, "{port}: {begun:?}");
+            begun.err()
+        });
+        assert_eq!(refused, Some(Limit::Commands));
+        // Nor is a peer's request lost that comes meanwhile.
+        let request = Request { verb: Verb::Read, operation: 1, key: 1, address: 0, length: 8, data: 0 };
+        end.take_request(PeerId(0), request);
+        assert!(!end.answer_requests(now));
+        assert_eq!(end.rma.waiting.len(), 1);
     }
 
     /// Receives for requests that cannot be posted again when they end, since the program's take all the room, are

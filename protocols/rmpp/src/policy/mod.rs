@@ -37,6 +37,9 @@ use timers::Timers;
 /// Commands that one call makes at most: a peer with full windows both ways is given up, its messages released and its
 /// buffers posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
+/// Commands beyond these with which a call still begins an operation: so a caller who has asked [`Policy::is_ready`]
+/// may begin several at once.
+const SEVERAL: usize = 16;
 
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -529,7 +532,7 @@ impl Policy {
         if operations >= usize::from(self.config.sends) + usize::from(self.config.receives) + usize::from(self.config.incoming) {
             return Err(Limit::Completions);
         }
-        if self.is_ready() { Ok(()) } else { Err(Limit::Commands) }
+        if self.commands.len() <= MOST_COMMANDS + SEVERAL { Ok(()) } else { Err(Limit::Commands) }
     }
 
     /// Whether a region lies in the memory.
