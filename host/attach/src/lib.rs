@@ -89,7 +89,6 @@ pub struct Attacher {
     diagnosis: Netlink,
     entries: BTreeMap<u32, Entry>,
     by_cookie: BTreeMap<u64, u32>,
-    processes: BTreeMap<u32, OwnedFd>,
     /// Inodes of sockets that are registered, or are known not to be selected.
     inodes: BTreeSet<u64>,
     /// Processes that read sockets by splice(2).
@@ -178,7 +177,6 @@ impl Attacher {
             diagnosis: Netlink::open(netlink::SOCK_DIAG)?,
             entries: BTreeMap::new(),
             by_cookie: BTreeMap::new(),
-            processes: BTreeMap::new(),
             inodes: BTreeSet::new(),
             splicing: BTreeSet::new(),
             looks: unfit::Looks::default(),

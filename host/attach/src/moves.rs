@@ -16,9 +16,8 @@ use baton_linux::{buffers, diagnosis, process, socket};
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request, Until};
 use baton_wire::Flow;
 use std::collections::BTreeSet;
-use std::collections::btree_map::Entry;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::PoisonError;
 use std::time::Duration;
 
@@ -31,6 +30,17 @@ const CLOSE: u8 = 7;
 /// Whether a socket is in another map of sockets.
 fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EBUSY)
+}
+
+/// A duplicate of a process's descriptor of a socket. What else the process has at that number by now is not taken:
+/// closing it may take as long as the program likes.
+fn copy(process: u32, fd: i32, inode: u64, cookie: u64) -> Option<Foreign> {
+    if !process::has_socket(process, fd, inode) {
+        return None;
+    }
+    let _user = foreign::on_behalf_of(process::user_of(process).unwrap_or(u32::MAX));
+    let copy = take_descriptor(process::open_process(process).ok()?.as_fd(), fd).ok()?;
+    (socket::cookie(copy.as_fd()).ok()? == cookie).then_some(copy)
 }
 
 impl Attacher {
@@ -181,7 +191,7 @@ impl Attacher {
     fn descriptor(&mut self, number: u32) -> Option<Foreign> {
         let entry = self.entries.get(&number)?;
         let (process, fd, cookie, inode) = (entry.process, entry.fd, entry.cookie, entry.inode);
-        if let Some(copy) = self.copy(process, fd, inode, cookie) {
+        if let Some(copy) = copy(process, fd, inode, cookie) {
             return Some(copy);
         }
         // It may have another number now, or only a child of the process may still have it.
@@ -189,7 +199,7 @@ impl Attacher {
         for holder in holders.collect::<Vec<_>>() {
             for (at, found) in process::sockets_of(holder) {
                 if found == inode
-                    && let Some(copy) = self.copy(holder, at, inode, cookie)
+                    && let Some(copy) = copy(holder, at, inode, cookie)
                 {
                     let entry = self.entries.get_mut(&number)?;
                     (entry.process, entry.fd) = (holder, at);
@@ -201,26 +211,9 @@ impl Attacher {
     }
 
     /// The same, if its process has it under the known number.
-    fn known_descriptor(&mut self, number: u32) -> Option<Foreign> {
+    fn known_descriptor(&self, number: u32) -> Option<Foreign> {
         let entry = self.entries.get(&number)?;
-        self.copy(entry.process, entry.fd, entry.inode, entry.cookie)
-    }
-
-    /// What else the program has at that number by now is not taken: closing it may take as long as the program likes.
-    fn copy(&mut self, process: u32, fd: i32, inode: u64, cookie: u64) -> Option<Foreign> {
-        if !process::has_socket(process, fd, inode) {
-            return None;
-        }
-        let _user = foreign::on_behalf_of(process::user_of(process).unwrap_or(u32::MAX));
-        let copy = take_descriptor(self.pidfd(process).ok()?.as_fd(), fd).ok()?;
-        (socket::cookie(copy.as_fd()).ok()? == cookie).then_some(copy)
-    }
-
-    fn pidfd(&mut self, process: u32) -> io::Result<&OwnedFd> {
-        Ok(match self.processes.entry(process) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(process::open_process(process)?),
-        })
+        copy(entry.process, entry.fd, entry.inode, entry.cookie)
     }
 
     /// Takes a connection's socket out of the map; its program stands still. None if that has closed it.
@@ -510,8 +503,8 @@ impl Attacher {
             return Ok(());
         }
         let _user = foreign::on_behalf_of(process::user_of(process).unwrap_or(u32::MAX));
-        let Ok(pidfd) = self.pidfd(process) else { return Ok(()) };
-        let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { return Ok(()) };
+        let Ok(opened) = process::open_process(process) else { return Ok(()) };
+        let Ok(copy) = take_descriptor(opened.as_fd(), fd) else { return Ok(()) };
         self.consider(process, fd, inode, copy.as_fd())
     }
 

@@ -345,6 +345,43 @@ fn small_reads_open_a_small_window() {
     assert_eq!(summary(attacher, &scratch)["connections"], 1);
 }
 
+/// An attacher keeps no descriptors of processes that have ended, of which a server may have one for each client: it
+/// would run out of them, and find nothing of a later process with the same number.
+#[test]
+fn an_attacher_keeps_nothing_of_processes_that_have_ended() {
+    let scratch = Scratch::new("attach-processes");
+    let host = Namespace::new().expect("a namespace");
+    let mut program = Command::new("python3");
+    program.arg(script("process_each.py")).stdout(Stdio::piped());
+    let mut program = Killed(host.spawn(&mut program).expect("python3"));
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    let port: u16 = line.trim().parse().expect("a port");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    wait_until("it attaches", || agent_socket(&scratch).is_some());
+    for _ in 0..8 {
+        let mut client = host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection");
+        client.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+        let mut echoed = [0; 5];
+        wait_until("its connection is found", || {
+            client.write_all(b"hello").expect("sent");
+            client.read_exact(&mut echoed).expect("an echo");
+            listed(&scratch).len() == 1
+        });
+        drop(client);
+        wait_until("its connection is forgotten", || listed(&scratch).is_empty());
+    }
+    let descriptors = format!("/proc/{}/fd", attacher.id());
+    let of_processes = || {
+        let all = std::fs::read_dir(&descriptors).expect("its descriptors").flatten();
+        all.filter_map(|entry| std::fs::read_link(entry.path()).ok()).filter(|to| to.to_string_lossy().contains("pidfd")).count()
+    };
+    // Besides that of the program, one may be in use just now.
+    wait_until("those of processes that have ended are left", || of_processes() <= 2);
+    drop(program);
+    assert_eq!(summary(attacher, &scratch)["connections"], 8);
+}
+
 /// How long programs run attached, in seconds: BATON_ATTACH_SECONDS, for a long comparison.
 fn seconds() -> u64 {
     std::env::var("BATON_ATTACH_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
