@@ -314,7 +314,7 @@ impl Attacher {
         for Found { process, sockets, took: this } in found {
             let new = sockets
                 .into_iter()
-                .filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode) && is_selected(inode));
+                .filter(|(_, inode)| !self.known.contains(*inode) && !waiting.contains(inode) && is_selected(inode));
             work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
             took += this;
         }
@@ -325,7 +325,7 @@ impl Attacher {
 
     /// Stops a process and registers a socket that was found.
     fn register_found(&mut self, (process, fd, inode): (u32, i32, u64)) -> Result<()> {
-        if self.inodes.contains(&inode) {
+        if self.known.contains(inode) {
             return Ok(());
         }
         if self.stop_users(process).is_err() {
@@ -396,7 +396,7 @@ impl Attacher {
     pub(crate) fn thaw(&mut self) {
         if let Some(Stopped { frozen, since, .. }) = self.frozen.take() {
             drop(frozen);
-            self.pauses.push((monotonic_micros() - since) as u32);
+            self.pauses.add((monotonic_micros() - since) as u32);
         }
     }
 

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod batches;
+mod memory;
 mod moves;
 mod relay;
 mod searches;
@@ -24,6 +25,7 @@ use baton_linux::process;
 use baton_protocol::program::{Answer, Ask, Flip, Opening, Reply, VERSION};
 use baton_ring::Token;
 use baton_steering::{SocketBypass, SocketEvent};
+use memory::{Known, Pauses};
 use relay::{Counting, Entry};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -69,7 +71,7 @@ pub struct Summary {
     pub stayed: BTreeMap<String, u64>,
     /// Number of times that programs stood still.
     pub pauses: u64,
-    /// How long they stood still, microseconds: the median.
+    /// How long they stood still, microseconds: the median of the latest times.
     pub pause_p50: u64,
     /// The 99th percentile.
     pub pause_p99: u64,
@@ -89,8 +91,8 @@ pub struct Attacher {
     diagnosis: Netlink,
     entries: BTreeMap<u32, Entry>,
     by_cookie: BTreeMap<u64, u32>,
-    /// Inodes of sockets that are registered, or are known not to be selected.
-    inodes: BTreeSet<u64>,
+    /// Sockets that are registered, or are known not to be selected.
+    known: Known,
     /// Processes that read sockets by splice(2).
     splicing: BTreeSet<u32>,
     /// How far sockets' modes have been looked at.
@@ -100,7 +102,7 @@ pub struct Attacher {
     work: Work,
     /// The processes that stand still now.
     frozen: Option<Stopped>,
-    pauses: Vec<u32>,
+    pauses: Pauses,
     next_tag: u32,
     /// Answers that arrived while another one was waited for.
     early_answers: Vec<Answer>,
@@ -177,13 +179,13 @@ impl Attacher {
             diagnosis: Netlink::open(netlink::SOCK_DIAG)?,
             entries: BTreeMap::new(),
             by_cookie: BTreeMap::new(),
-            inodes: BTreeSet::new(),
+            known: Known::default(),
             splicing: BTreeSet::new(),
             looks: unfit::Looks::default(),
             counting: Counting::default(),
             work: Work::default(),
             frozen: None,
-            pauses: Vec::new(),
+            pauses: Pauses::default(),
             next_tag: 2,
             early_answers: Vec::new(),
             silent: false,
@@ -289,11 +291,9 @@ impl Attacher {
         let _ = self.poller.remove(self.signals.as_fd());
         self.restore_everything()?;
         let _ = self.ask(&Ask::Goodbye, None)?;
-        self.pauses.sort_unstable();
-        let at = |share: usize| self.pauses.get((self.pauses.len() * share / 100).min(self.pauses.len().saturating_sub(1)));
-        let pause = |share| at(share).copied().unwrap_or(0).into();
-        let (pause_p50, pause_p99, pause_max) = (pause(50), pause(99), pause(100));
-        Ok(Summary { pauses: self.pauses.len() as u64, pause_p50, pause_p99, pause_max, ..self.summary })
+        let [pause_p50, pause_p99] = self.pauses.percentiles([50, 99]);
+        let (pauses, pause_max) = (self.pauses.count(), self.pauses.longest());
+        Ok(Summary { pauses, pause_p50, pause_p99, pause_max, ..self.summary })
     }
 
     fn note_stay(&mut self, reason: &str) {

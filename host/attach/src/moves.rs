@@ -493,7 +493,7 @@ impl Attacher {
         }
         self.bypass.forget(entry.cookie);
         self.by_cookie.remove(&entry.cookie);
-        self.inodes.remove(&entry.inode);
+        self.known.remove(entry.inode);
         self.shared.let_go(&entry.connection);
     }
 
@@ -514,7 +514,7 @@ impl Attacher {
         // The agent refuses MPTCP's, and lists that.
         let protocol = socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok();
         if !matches!(protocol, Some(libc::IPPROTO_TCP | libc::IPPROTO_MPTCP)) {
-            self.inodes.insert(inode);
+            self.known.dismiss(inode);
             return Ok(());
         }
         let (Ok(local), Ok(peer)) = (socket::local_address(copy), socket::peer_address(copy)) else { return Ok(()) };
@@ -522,23 +522,24 @@ impl Attacher {
         if !established {
             return Ok(());
         }
-        self.inodes.insert(inode);
         if !self.settings.target.fits(local.port()) {
+            self.known.dismiss(inode);
             return Ok(());
         }
         let number = match self.ask_or_withdraw(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
             Some(Reply::Registered { connection }) => connection,
             // The agent has no time, or no NIC, now.
             None | Some(Reply::Stayed { transient: true, .. }) => {
-                self.inodes.remove(&inode);
                 self.work.search_later(process);
                 return Ok(());
             }
             Some(other) => {
+                self.known.dismiss(inode);
                 self.note_stay(stays(&other).unwrap_or("unexpected answer from the agent"));
                 return Ok(());
             }
         };
+        self.known.register(inode);
         self.work.delay = 0;
         // The agent puts a 0 there when it gives the number to a connection.
         note_hot_from(&self.shared, number, self.settings.hot_from);
