@@ -9,7 +9,7 @@ use baton_linux::socket;
 use baton_steering::SocketBypass;
 use baton_wire::Flow;
 use std::io;
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -62,13 +62,25 @@ pub(crate) struct Joined {
 impl Joined {
     /// Makes an engine.
     pub fn new() -> io::Result<Joined> {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+        let listener = TcpListener::bind("127.0.0.1:0")?;
         let engine = TcpStream::connect(listener.local_addr()?)?;
-        let (sink, _) = listener.accept()?;
+        let sink = accept_from(&listener, &engine)?;
         engine.set_nonblocking(true)?;
         let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
         let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into(), device: 0 };
         Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0, sent: true })
+    }
+}
+
+/// Accepts the connection of a socket. Any process of this host may have come first: with its connection in place of
+/// the engine's, the kernel would reset the engine.
+fn accept_from(listener: &TcpListener, socket: &TcpStream) -> io::Result<TcpStream> {
+    let wanted = socket.local_addr()?;
+    loop {
+        let (accepted, from) = listener.accept()?;
+        if from == wanted {
+            return Ok(accepted);
+        }
     }
 }
 
@@ -235,5 +247,21 @@ fn later(result: io::Result<usize>) -> io::Result<Option<usize>> {
         Ok(count) => Ok(Some(count)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stranger's connection is not taken for the engine's.
+    #[test]
+    fn an_engine_has_its_own_peer() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let connect = || TcpStream::connect(listener.local_addr().expect("its address")).expect("a connection");
+        let (stranger, engine) = (connect(), connect());
+        let sink = accept_from(&listener, &engine).expect("a connection");
+        assert_eq!(sink.peer_addr().expect("a peer"), engine.local_addr().expect("an address"));
+        drop(stranger);
     }
 }
