@@ -213,7 +213,9 @@ impl State {
             return Ok(*peer);
         }
         let address = addresses.get(place).ok_or(errno::EINVAL)?;
-        let peer = self.endpoint.peer(address).map_err(|_| errno::ENOMEM)?;
+        // Peers of addresses that were removed leave their places to others.
+        let known = &self.peers;
+        let peer = self.endpoint.peer(address, |peer| known.contains(&Some(peer))).map_err(|_| errno::ENOMEM)?;
         if self.peers.len() <= at {
             self.peers.resize(at + 1, None);
         }

@@ -11,7 +11,7 @@ use baton_linux::events::Poller;
 use baton_rmpp::data::first_bytes;
 use baton_rmpp::{Command, Delivered, Error, Event, Halves, Limit, PeerId, Policy, ReceiveId, Request, Side};
 use baton_wire::Endpoint as Address;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 
@@ -253,12 +253,23 @@ impl<B: Buffer> Endpoint<B> {
         self.half.address()
     }
 
-    /// The number of the peer at an address.
+    /// The number of the peer at an address. If the table of peers is full, those may leave it that `is_needed` does
+    /// not name.
     ///
     /// # Errors
     /// The table of peers is full.
-    pub fn peer(&mut self, address: SocketAddr) -> Result<PeerId, Limit> {
-        self.policy.open(Address::from(address), 0)
+    pub fn peer(&mut self, address: SocketAddr, is_needed: impl Fn(PeerId) -> bool) -> Result<PeerId, Limit> {
+        let address = Address::from(address);
+        let found = self.policy.open(address, 0);
+        if found.is_ok() {
+            return found;
+        }
+        // Messages and requests that were taken from the protocol name their peers by these numbers.
+        let named = self.spill.peers().chain(self.rma.peers()).collect::<BTreeSet<PeerId>>();
+        for peer in (0..self.peers).map(PeerId).filter(|peer| !named.contains(peer) && !is_needed(*peer)) {
+            self.policy.disown(peer);
+        }
+        self.policy.open(address, 0)
     }
 
     /// Address of a peer.

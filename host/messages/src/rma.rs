@@ -152,6 +152,11 @@ impl<B> Rma<B> {
         let next = (now << OPERATIONS) & !READ_TAG | 1;
         Rma { regions, next, pending: HashMap::default(), unposted: 0, waiting: VecDeque::new() }
     }
+
+    /// The peers whose requests wait.
+    pub fn peers(&self) -> impl Iterator<Item = PeerId> {
+        self.waiting.iter().map(|(peer, _)| *peer)
+    }
 }
 
 impl<B: Buffer> Endpoint<B> {
@@ -406,14 +411,14 @@ mod tests {
         let mut target = made(&settings, now);
         target.enable_rma(now).expect("there is room");
         let mut first = made(&settings, now);
-        let (address, peer) = (first.address(), first.peer(target.address()).expect("a peer"));
+        let (address, peer) = (first.address(), first.peer(target.address(), |_| true).expect("a peer"));
         let operation = first.rma.next;
         let request = Request { verb: Verb::Write, operation, key: 1, address: 0, length: 8, data: 1 };
         first.send(request.to(peer), now).expect("there is room");
         drive(&mut target, &mut first, |target| target.policy.usage().2 > RECEIVES);
         drop(first);
         let mut second = made(&Settings { address, ..settings }, monotonic_micros() + 10_000);
-        let peer = second.peer(target.address()).expect("a peer");
+        let peer = second.peer(target.address(), |_| true).expect("a peer");
         let (remote, payload) = (Remote { peer, key: 2, address: 0 }, Payload::Borrowed(vec![5; 8]));
         second.write(Transfer { remote, payload, data: 2, token: Some(9) }, now).expect("there is room");
         drive(&mut target, &mut second, |target| !target.completions.is_empty());
@@ -428,7 +433,7 @@ mod tests {
         end.stop_data_half();
         let now = monotonic_micros();
         let refused = (1..1000u16).find_map(|port| {
-            let peer = end.peer(SocketAddr::from(([127, 0, 0, 1], port))).expect("there is room for it");
+            let peer = end.peer(SocketAddr::from(([127, 0, 0, 1], port)), |_| true).expect("there is room for it");
             let before = end.policy.usage().0;
             let (remote, payload) = (Remote { peer, key: 1, address: 0 }, Payload::Borrowed(vec![1; 8]));
             let begun = end.write(Transfer { remote, payload, data: 0, token: Some(port.into()) }, now);

@@ -90,6 +90,11 @@ impl Spill {
         self.matching.unexpected()
     }
 
+    /// The senders of the messages that are kept.
+    pub fn peers(&self) -> impl Iterator<Item = PeerId> {
+        self.kept.iter().flatten().map(|kept| kept.peer)
+    }
+
     fn criteria(selector: &Selector) -> Criteria {
         let Selector { peer, channel, tag, ignore } = *selector;
         Criteria { source: peer.map(|peer| peer.0.into()), context: channel as u32, tag, ignore }
@@ -251,9 +256,11 @@ impl<B: Buffer> Endpoint<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Settings;
     use crate::endpoint::Channel;
-    use crate::testing::endpoint;
+    use crate::testing::{endpoint, with};
     use baton_rmpp::Limit;
+    use std::net::SocketAddr;
 
     const SELECTOR: Selector = Selector { peer: None, channel: Channel::Tagged, tag: 0, ignore: u64::MAX };
 
@@ -287,5 +294,17 @@ mod tests {
         assert_eq!((found.tag, end.receive_claimed(found.claim, Some(vec![0; 8]), Some(6), 0)), (2, Ok(())));
         let completion = end.poll_completion().expect("it has come");
         assert_eq!((completion.token, completion.result.expect("all of it").tag), (6, 2));
+    }
+
+    /// Peers that come and go do not fill the table for ever; one of which a message is kept goes by its number on.
+    #[test]
+    fn a_peer_that_is_needed_no_more_leaves_its_place() {
+        let mut end = with(&Settings { peers: 2, stream: false, ..Settings::default() });
+        let address = |port| SocketAddr::from(([127, 0, 0, 1], port));
+        let peers = [1, 2].map(|port| end.peer(address(port), |_| true).expect("there is room"));
+        keep(&mut end, 1);
+        assert_eq!((peers[0], end.peer(address(3), |_| true)), (PeerId(0), Err(Limit::Peers)));
+        assert_eq!(end.peer(address(3), |_| false), Ok(peers[1]));
+        assert_eq!(end.peer_address(peers[0]), Some(address(1)));
     }
 }

@@ -28,7 +28,7 @@ pub fn exchange(ends: &mut [Endpoint<Vec<u8>>; 2], length: usize, mut disturb: i
     let now = monotonic_micros();
     let addresses = [ends[0].address(), ends[1].address()];
     for at in 0..2 {
-        let peer = ends[at].peer(addresses[1 - at]).unwrap();
+        let peer = ends[at].peer(addresses[1 - at], |_| true).unwrap();
         for tag in 0..MESSAGES {
             let selector = Selector { peer: None, channel: Channel::Tagged, tag, ignore: 0 };
             ends[at].receive(Incoming { selector, buffer: vec![0; length], token: tag }, now).unwrap();

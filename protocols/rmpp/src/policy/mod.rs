@@ -31,7 +31,7 @@ use baton_wire::rmpp::{Header, Kind, MAX_CLEARED};
 use buffers::Buffers;
 use commands::Commands;
 use messages::{Incoming, Outgoings, Slab};
-use peers::{Forgotten, Peer};
+use peers::{Incarnations, Peer};
 use timers::Timers;
 
 /// Commands that one call makes at most: a peer with full windows both ways is given up, its messages released and its
@@ -304,11 +304,7 @@ pub struct Policy {
     peers: Box<[Peer]>,
     /// Peers by address and endpoint.
     addresses: BTreeMap<(Endpoint, u16), u16>,
-    /// The last incarnation given out, and the one that unknown peers get in answer to a Hello.
-    incarnation: u32,
-    base: u32,
-    /// The peers that were forgotten last, and what `base` was until then.
-    forgotten: Forgotten,
+    incarnations: Incarnations,
     outgoing: Slab<Outgoings>,
     incoming: Slab<Incoming>,
     /// Incoming messages that came before one with a lower number.
@@ -348,9 +344,7 @@ impl Policy {
         Ok(Policy {
             peers: alloc::vec![Peer::default(); config.peers.into()].into(),
             addresses: BTreeMap::new(),
-            incarnation: config.incarnation.max(1),
-            base: config.incarnation.max(1),
-            forgotten: Forgotten::default(),
+            incarnations: Incarnations::new(config.incarnation),
             outgoing: Slab::new(sends),
             incoming: Slab::new(incoming),
             held: 0,

@@ -17,23 +17,46 @@ use baton_wire::rmpp::{Header, Kind};
 /// served.
 const FORGOTTEN: usize = 64;
 
-/// The peers that were forgotten last, the oldest first, each with the incarnation that unknown peers got until then.
-#[derive(Debug, Default)]
-pub(super) struct Forgotten(VecDeque<(u32, (Endpoint, u16))>);
+/// Our incarnations.
+#[derive(Debug)]
+pub(super) struct Incarnations {
+    /// The last one given out.
+    latest: u32,
+    /// The one that unknown peers get in answer to a Hello.
+    base: u32,
+    /// The peers that were forgotten last, the oldest first, each with the `base` that there was until then.
+    forgotten: VecDeque<(u32, (Endpoint, u16))>,
+}
 
-impl Forgotten {
-    fn add(&mut self, base: u32, peer: (Endpoint, u16)) {
-        if self.0.len() == FORGOTTEN {
-            self.0.pop_front();
-        }
-        self.0.push_back((base, peer));
+impl Incarnations {
+    /// They begin with `first`, and none is 0.
+    pub fn new(first: u32) -> Incarnations {
+        let first = first.max(1);
+        Incarnations { latest: first, base: first, forgotten: VecDeque::with_capacity(FORGOTTEN) }
     }
 
-    /// Whether a peer may begin an association with an incarnation of ours that unknown peers do not get any more: it
-    /// was not forgotten since they did, so it has had none with that incarnation before.
-    fn allows(&self, incarnation: u32, from: (Endpoint, u16)) -> bool {
-        let since = self.0.iter().position(|(base, _)| *base == incarnation);
-        since.is_some_and(|since| self.0.iter().skip(since).all(|(_, peer)| *peer != from))
+    fn next(&mut self) -> u32 {
+        self.latest = self.latest.wrapping_add(1).max(1);
+        self.latest
+    }
+
+    /// Notes that a peer is not known any more. The incarnation that unknown peers get changes, so that packets for the
+    /// old association are recognised.
+    fn forget(&mut self, peer: (Endpoint, u16)) {
+        if self.forgotten.len() == FORGOTTEN {
+            self.forgotten.pop_front();
+        }
+        self.forgotten.push_back((self.base, peer));
+        self.base = self.next();
+    }
+
+    /// Whether an unknown peer may begin an association with one of them: that which unknown peers get, or one that
+    /// they got earlier, if the peer was not forgotten since, so that it has had none with that before. So newcomers
+    /// for which others are forgotten do not make those fail that were answered at the same time.
+    fn allows(&self, incarnation: u32, peer: (Endpoint, u16)) -> bool {
+        let since = self.forgotten.iter().position(|(base, _)| *base == incarnation);
+        let since = since.or_else(|| (incarnation == self.base).then_some(self.forgotten.len()));
+        since.is_some_and(|since| self.forgotten.iter().skip(since).all(|(_, other)| *other != peer))
     }
 }
 
@@ -208,9 +231,16 @@ impl Policy {
             self.peers[usize::from(*peer)].opened = true;
             return Ok(PeerId(*peer));
         }
-        let peer = self.enter_peer(address, endpoint, self.base).ok_or(Limit::Peers)?;
+        let peer = self.enter_peer(address, endpoint, self.incarnations.base).ok_or(Limit::Peers)?;
         self.peers[peer].opened = true;
         Ok(PeerId(peer as u16))
+    }
+
+    /// Undoes [`Policy::open`]: others may have the peer's place when it has no association, or does not live.
+    pub fn disown(&mut self, peer: PeerId) {
+        if let Some(peer) = self.peers.get_mut(usize::from(peer.0)) {
+            peer.opened = false;
+        }
     }
 
     /// Ends the association with a peer in order: messages to it are finished first, then it gets a Bye. Messages from
@@ -276,19 +306,12 @@ impl Policy {
         Some(place)
     }
 
-    /// Frees a place. The incarnation that unknown peers get changes, so that packets for the old association are
-    /// recognised.
+    /// Frees a place.
     fn forget_peer(&mut self, at: usize) {
         let Peer { address, endpoint, .. } = self.peers[at];
         self.addresses.remove(&(address, endpoint));
         self.peers[at] = Peer::default();
-        self.forgotten.add(self.base, (address, endpoint));
-        self.base = self.next_incarnation();
-    }
-
-    fn next_incarnation(&mut self) -> u32 {
-        self.incarnation = self.incarnation.wrapping_add(1).max(1);
-        self.incarnation
+        self.incarnations.forget((address, endpoint));
     }
 
     /// The peer that a packet is from, if it belongs to the current association, or begins one.
@@ -334,9 +357,7 @@ impl Policy {
     }
 
     fn admit_unknown(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<usize, Drop> {
-        // Newcomers for which others are forgotten do not make those fail that were answered at the same time.
-        let begins = header.to == self.base || self.forgotten.allows(header.to, (*from, header.source));
-        if header.kind == Kind::Bye || !begins {
+        if header.kind == Kind::Bye || !self.incarnations.allows(header.to, (*from, header.source)) {
             self.refuse_incarnation(from, header);
             return Err(Drop::WrongIncarnation);
         }
@@ -359,7 +380,7 @@ impl Policy {
         };
         // A ByeAck must look as if it came from the incarnation that was addressed; a Reset says which there is now.
         let known = self.addresses.get(&(*from, header.source)).map(|at| self.peers[usize::from(*at)].local);
-        let local = if reply == Kind::ByeAck { header.to } else { known.unwrap_or(self.base) };
+        let local = if reply == Kind::ByeAck { header.to } else { known.unwrap_or(self.incarnations.base) };
         let mut answer = Header::new(reply, [self.config.endpoint, header.source], [local, header.from]);
         answer.packet = if reply == Kind::Reset { header.to } else { 0 };
         self.commands.push(Command::Control { to: *from, header: answer });
@@ -371,7 +392,7 @@ impl Policy {
         let local = match known {
             Some(peer) if peer.state == PeerState::Failing => return,
             Some(peer) => peer.local,
-            None => self.base,
+            None => self.incarnations.base,
         };
         let answer = Header::new(Kind::Welcome, [self.config.endpoint, header.source], [local, header.from]);
         self.commands.push(Command::Control { to: *from, header: answer });
@@ -381,7 +402,7 @@ impl Policy {
     /// version.
     pub(super) fn on_other_version(&mut self, from: &Endpoint, (source, incarnation): (u16, u32), hello: bool, now: u64) {
         if hello && incarnation != 0 {
-            let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.base, incarnation]);
+            let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.incarnations.base, incarnation]);
             self.commands.push(Command::Control { to: *from, header });
         }
         if let Some(at) = self.addresses.get(&(*from, source)).map(|at| usize::from(*at))
@@ -563,7 +584,7 @@ impl Policy {
             self.peers[at].ended = self.peers[at].remote;
         } else {
             // Whoever names the new incarnation is the peer that there is now, whatever another one claimed before.
-            let local = self.next_incarnation();
+            let local = self.incarnations.next();
             let peer = &mut self.peers[at];
             (peer.local, peer.remote, peer.ended) = (local, 0, 0);
         }
@@ -623,15 +644,15 @@ mod tests {
     /// are of the association that has ended.
     #[test]
     fn an_earlier_incarnation_is_for_those_who_were_not_forgotten() {
-        let mut forgotten = Forgotten::default();
+        let mut known = Incarnations::new(5);
         let peer = |port| (Endpoint::v4([10, 0, 0, 1], port), 0);
-        forgotten.add(5, peer(1));
-        forgotten.add(6, peer(2));
-        let allowed = |forgotten: &Forgotten, incarnation| [1, 2, 3].map(|port| forgotten.allows(incarnation, peer(port)));
-        assert_eq!(allowed(&forgotten, 5), [false, false, true]);
-        assert_eq!(allowed(&forgotten, 6), [true, false, true]);
-        assert_eq!((allowed(&forgotten, 4), allowed(&forgotten, 7)), ([false; 3], [false; 3]));
-        (7..).zip(0..FORGOTTEN).for_each(|(base, _)| forgotten.add(base, peer(4)));
-        assert_eq!((allowed(&forgotten, 6), allowed(&forgotten, 7)), ([false; 3], [true; 3]));
+        known.forget(peer(1));
+        known.forget(peer(2));
+        let allowed = |known: &Incarnations, incarnation| [1, 2, 3].map(|port| known.allows(incarnation, peer(port)));
+        assert_eq!(allowed(&known, 5), [false, false, true]);
+        assert_eq!(allowed(&known, 6), [true, false, true]);
+        assert_eq!((allowed(&known, 4), allowed(&known, 7), allowed(&known, 8)), ([false; 3], [true; 3], [false; 3]));
+        (0..FORGOTTEN).for_each(|_| known.forget(peer(4)));
+        assert_eq!((allowed(&known, 6), allowed(&known, 7)), ([false; 3], [true; 3]));
     }
 }
