@@ -287,7 +287,7 @@ fn check_length(buffer: &ProgramBuffer, injected: bool) -> Result<(), c_int> {
 fn peek(state: &mut State, selector: &Selector, operation: &Operation, flags: u64, now: u64) -> Result<(), c_int> {
     state.endpoint.progress(now);
     let takes = flags & (flags::CLAIM | flags::DISCARD) != 0;
-    let Some(found) = state.endpoint.probe(selector, takes) else {
+    let Some(found) = state.endpoint.probe(selector, takes, now).map_err(errno_of)? else {
         state.fail(operation, errno::ENOMSG);
         return Ok(());
     };

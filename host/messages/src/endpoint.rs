@@ -473,7 +473,16 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Finds the oldest unexpected message that a receive would get. With `claim` it is taken, for
     /// [`Endpoint::receive_claimed`].
-    pub fn probe(&mut self, selector: &Selector, claim: bool) -> Option<Found> {
+    ///
+    /// # Errors
+    /// A limit stands against that now: a message that was taken could be neither received nor discarded.
+    pub fn probe(&mut self, selector: &Selector, claim: bool, now: u64) -> Result<Option<Found>, Limit> {
+        if claim {
+            self.make_room(now);
+            if !self.policy.is_ready() {
+                return Err(Limit::Commands);
+            }
+        }
         let Selector { peer, channel, tag, ignore } = *selector;
         let (keeper, found) = match self.spill.find(selector, claim) {
             Some((kept, found)) => (Keeper::Spill(kept), found),
@@ -481,11 +490,12 @@ impl<B: Buffer> Endpoint<B> {
                 let found = match claim {
                     true => self.policy.claim(peer, channel as u32, tag, ignore),
                     false => self.policy.peek(peer, channel as u32, tag, ignore),
-                }?;
+                };
+                let Some(found) = found else { return Ok(None) };
                 (Keeper::Protocol(found.message), found)
             }
         };
-        Some(Found { claim: Claim(keeper), peer: found.peer, tag: found.tag, data: found.data, length: found.length })
+        Ok(Some(Found { claim: Claim(keeper), peer: found.peer, tag: found.tag, data: found.data, length: found.length }))
     }
 
     /// Receives a message that was claimed. Without a token it is discarded.
@@ -505,9 +515,12 @@ impl<B: Buffer> Endpoint<B> {
                 self.arena.remove(slot);
                 return if given { Ok(()) } else { Err(Limit::NoMessage) };
             }
-            Keeper::Protocol(message) => self
-                .place_for(slot, self.arena.whole(slot))
-                .and_then(|region| self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena)),
+            Keeper::Protocol(message) => {
+                // What is discarded needs no place.
+                let nowhere = Ok(baton_rmpp::Region::default());
+                let region = token.map_or(nowhere, |_| self.place_for(slot, self.arena.whole(slot)));
+                region.and_then(|region| self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena))
+            }
         };
         if let Err(limit) = begun {
             self.arena.remove(slot);

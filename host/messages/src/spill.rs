@@ -257,8 +257,9 @@ impl<B: Buffer> Endpoint<B> {
 mod tests {
     use super::*;
     use crate::Settings;
-    use crate::endpoint::Channel;
+    use crate::endpoint::{Channel, Outgoing, Payload};
     use crate::testing::{endpoint, with};
+    use baton_linux::events::monotonic_micros;
     use baton_rmpp::Limit;
     use std::net::SocketAddr;
 
@@ -283,14 +284,14 @@ mod tests {
     fn a_claim_is_of_one_message_only() {
         let mut end = endpoint(100);
         let first = keep(&mut end, 1);
-        let claim = end.probe(&SELECTOR, true).expect("a message").claim;
+        let claim = end.probe(&SELECTOR, true, 0).expect("there is room").expect("a message").claim;
         end.finish_spilled(first, Err(Error::PeerDead));
         let second = keep(&mut end, 2);
         assert_eq!(first, second, "its number is used again");
         end.finish_spilled(second, Ok(Delivered { peer: PeerId(0), tag: 2, data: 0, length: 8, placed: 8 }));
         assert_eq!(end.receive_claimed(claim, Some(vec![0; 8]), Some(5), 0), Err(Limit::NoMessage));
         assert_eq!(end.receive_claimed(claim, None, None, 0), Err(Limit::NoMessage));
-        let found = end.probe(&SELECTOR, true).expect("the other one is still there");
+        let found = end.probe(&SELECTOR, true, 0).expect("there is room").expect("the other one is still there");
         assert_eq!((found.tag, end.receive_claimed(found.claim, Some(vec![0; 8]), Some(6), 0)), (2, Ok(())));
         let completion = end.poll_completion().expect("it has come");
         assert_eq!((completion.token, completion.result.expect("all of it").tag), (6, 2));
@@ -306,5 +307,31 @@ mod tests {
         assert_eq!((peers[0], end.peer(address(3), |_| true)), (PeerId(0), Err(Limit::Peers)));
         assert_eq!(end.peer(address(3), |_| false), Ok(peers[1]));
         assert_eq!(end.peer_address(peers[0]), Some(address(1)));
+    }
+
+    /// Sends a message to an address.
+    fn send(end: &mut Endpoint<Vec<u8>>, to: SocketAddr, tag: u64) -> Result<(), Limit> {
+        let peer = end.peer(to, |_| true)?;
+        let payload = Payload::Copied(vec![1; 8]);
+        end.send(Outgoing { peer, channel: Channel::Tagged, tag, data: 0, payload, token: None }, monotonic_micros())
+    }
+
+    /// No message is claimed while it could be neither received nor discarded: it would be lost.
+    #[test]
+    fn nothing_is_claimed_while_the_data_half_takes_nothing() {
+        let mut ends = [endpoint(100), endpoint(100)];
+        let (to, now) = (ends[1].address(), monotonic_micros());
+        send(&mut ends[0], to, 3).expect("there is room");
+        while ends[1].probe(&SELECTOR, false, now) == Ok(None) {
+            assert!(monotonic_micros() < now + 20_000_000, "it does not come");
+            for end in &mut ends {
+                end.progress(monotonic_micros());
+            }
+        }
+        let end = &mut ends[1];
+        end.stop_data_half();
+        let refused = (1..1000).find_map(|port| send(end, SocketAddr::from(([127, 0, 0, 1], port)), 0).err());
+        assert_eq!((refused, end.probe(&SELECTOR, true, now)), (Some(Limit::Commands), Err(Limit::Commands)));
+        assert_eq!(end.probe(&SELECTOR, false, now).map(|found| found.map(|found| found.tag)), Ok(Some(3)));
     }
 }
