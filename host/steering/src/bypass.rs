@@ -110,8 +110,13 @@ impl SocketBypass {
     /// meanwhile.
     ///
     /// # Errors
-    /// The failed system call's: `EBUSY` if it is in another map, of a process that is attached to the same program.
+    /// The failed system call's: `EBUSY` if it is in another map, of a process that is attached to the same program;
+    /// `EADDRINUSE` as for [`SocketBypass::join`].
     pub fn may_join(&self, flow: &Flow, socket: BorrowedFd<'_>) -> io::Result<()> {
+        // The one that is joined would lose its place.
+        if self.joined.contains(&ends(flow)) {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
         bpf::update(self.sockets.as_fd(), &ends(flow), &(socket.as_raw_fd() as u64).to_ne_bytes())?;
         bpf::delete(self.sockets.as_fd(), &ends(flow))
     }
@@ -545,5 +550,27 @@ mod tests {
             let states = events_of(&mut bypass);
             assert!(states.iter().any(|event| matches!(event, SocketEvent::State(of, 4) if *of == known)), "{states:?}");
         }
+    }
+
+    /// Needs the right to load BPF programs. A connection on another device may have the same addresses and ports: the
+    /// question whether it may be joined does the first one no harm.
+    #[test]
+    fn a_joined_socket_stays_so_when_another_is_asked_about() {
+        if let Err(error) = crate::supported() {
+            eprintln!("skipped: {error}");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return;
+        }
+        let mut bypass = SocketBypass::new(8, 100).unwrap();
+        let (mut program, _peer) = pair("127.0.0.1:0");
+        let (mut engine, _sink) = pair("127.0.0.1:0");
+        let (other, _its_peer) = pair("127.0.0.1:0");
+        let known = cookie(&program);
+        bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
+        let refused = bypass.may_join(&flow(&program), other.as_fd()).map_err(|error| error.kind());
+        assert_eq!(refused, Err(io::ErrorKind::AddrInUse));
+        let mut buffer = [0; 16];
+        program.write_all(b"to the engine").unwrap();
+        assert_eq!(engine.read(&mut buffer).unwrap(), 13);
     }
 }
