@@ -249,7 +249,8 @@ impl EndpointShared {
     /// Reads or writes a peer's memory.
     pub fn access(&self, access: Access) -> Result<(), c_int> {
         let Access { buffer, peer, address, key, data, context, flags, direction } = access;
-        let injected = context.is_none() || flags & flags::INJECT != 0;
+        // What is read is copied nowhere else: the flag, which may be one for all calls, says nothing of it.
+        let injected = direction == caps::WRITE && (context.is_none() || flags & flags::INJECT != 0);
         if self.caps & caps::RMA == 0 {
             return Err(errno::EOPNOTSUPP);
         }
@@ -334,4 +335,32 @@ fn receive_claimed(state: &mut State, buffer: ProgramBuffer, operation: &Operati
         }
         errno_of(limit)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fuzz::side::{Side, Target};
+    use baton_fuzz::Choice;
+
+    /// FI_INJECT in the flags for all calls limits what is written, and not what is read.
+    #[test]
+    fn only_what_is_written_is_injected() {
+        // SAFETY: tests of this program read the environment by the standard library only, which has a lock for it.
+        unsafe { std::env::set_var("FI_RMPP_NIC", "never") };
+        // They live longer than the endpoint.
+        let mut bytes = vec![0u8; 2 * INJECT];
+        let rights = caps::MSG | caps::RMA | caps::SEND | caps::RECV | caps::READ | caps::WRITE;
+        let mut side = Side::with(rights, 0, 0, &mut Choice::new(0));
+        let peer = side.insert(side.address, Target::Side(0, 0));
+        // SAFETY: the side's endpoint, which is open.
+        let endpoint = &unsafe { object::<Endpoint, _>(side.ep) }.expect("an endpoint").shared;
+        let mut access = |direction| {
+            // SAFETY: all of the bytes, which nobody else uses until the endpoint is closed.
+            let buffer = unsafe { ProgramBuffer::new(bytes.as_mut_ptr().cast(), bytes.len()) };
+            let (data, context) = (None, Some(std::ptr::null_mut()));
+            endpoint.access(Access { buffer, peer, address: 0, key: 1, data, context, flags: flags::INJECT, direction })
+        };
+        assert_eq!((access(caps::WRITE), access(caps::READ)), (Err(errno::EMSGSIZE), Ok(())));
+    }
 }
