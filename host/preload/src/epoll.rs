@@ -557,7 +557,7 @@ impl Set {
             return self.wait_inherited(out, limit, native);
         }
         let Some(mut section) = Section::enter() else { return native(out, limit) };
-        let deadline = limit.map(|limit| wait::now() + limit);
+        let deadline = limit.map(wait::after);
         let (mut rounds, begun) = (0, Mark::now());
         loop {
             let mut session = process::session();
@@ -664,7 +664,7 @@ impl Set {
 
     /// epoll_wait in a child of fork: the kernel's set is its parent's, too.
     fn wait_inherited(&self, out: &mut [epoll_event], limit: Option<u64>, native: Native<'_>) -> c_int {
-        let deadline = limit.filter(|limit| *limit > 0).map(|limit| wait::now() + limit);
+        let deadline = limit.filter(|limit| *limit > 0).map(wait::after);
         loop {
             let got = native(out, if limit == Some(0) { limit } else { left_until(deadline) });
             if got <= 0 {

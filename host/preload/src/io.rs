@@ -240,8 +240,8 @@ pub(crate) fn deadline(fd: c_int, option: c_int) -> Option<u64> {
     let mut length = size_of::<libc::timeval>() as libc::socklen_t;
     // SAFETY: `limit` and `length` are live and have room for one timeval.
     unsafe { real::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut limit).cast(), &mut length) };
-    let micros = limit.tv_sec as u64 * 1_000_000 + limit.tv_usec as u64;
-    (micros > 0).then(|| wait::now() + micros)
+    let micros = (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64);
+    (micros > 0).then(|| wait::after(micros))
 }
 
 /// The result of one attempt.

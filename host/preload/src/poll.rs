@@ -145,7 +145,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
         return if watched.is_empty() { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
     }
     const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
-    let deadline = limit.map(|limit| wait::now() + limit);
+    let deadline = limit.map(wait::after);
     let mut all = fds.to_vec();
     all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
     let got = match poll_sockets(&Watched::among(&all), &mut all, given, limit, mask) {
@@ -175,7 +175,7 @@ fn left_until(deadline: Option<u64>) -> Option<u64> {
 
 /// ppoll(2) for sockets that may be on the NIC. The program's own call has `given` entries.
 fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Option<u64>, mask: *const sigset_t) -> Polled {
-    let deadline = limit.map(|limit| wait::now() + limit);
+    let deadline = limit.map(wait::after);
     let sockets: Few<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
     let sets: Few<&Waiters> = watched.sets.iter().map(|(_, set)| readiness::waiters(set)).collect();
     let mut asked: Few<pollfd> = fds.iter().copied().collect();
@@ -373,7 +373,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
             fds.push(pollfd { fd, events, revents: 0 });
         }
     }
-    let deadline = limit.map(|limit| wait::now() + limit);
+    let deadline = limit.map(wait::after);
     let of_sets = |fd: c_int| copies.iter().zip(SELECT).filter(move |(set, _)| set.has(fd)).map(|(_, (_, counts))| counts);
     let mut left = limit;
     let total = loop {

@@ -50,6 +50,12 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
+/// When so many microseconds are over, on the same clock. Programs may wait for longer than it has numbers: it never
+/// comes then.
+pub(crate) fn after(limit: u64) -> u64 {
+    now().saturating_add(limit)
+}
+
 /// A thread that sleeps, as it is counted in the session's memory, if there is one. A handler that interrupts it may
 /// fork. The session is the parent's then, and so is the count: the child, in which the same call returns, leaves both
 /// alone. [`Sleeper::end`] must follow.

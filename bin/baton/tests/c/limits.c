@@ -1,9 +1,10 @@
-/* Calls that depend on how many descriptors a program may have, or on how large the kernel's table of them is.
+/* Calls that depend on how many descriptors a program may have, or on how large the kernel's table of them is; and on how long they wait.
  *
  *     limits CASE [moved] */
 
 #include "sockets.h"
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -254,6 +255,45 @@ static void short_waits(int moved)
     }
 }
 
+/* Sends a byte when nobody has been waiting for it for a while. */
+static void *send_late(void *end)
+{
+    /* Waits: until the other thread sleeps, which nothing tells; one that has not slept yet finds the byte at once. */
+    usleep(30000);
+    CHECK(write((long)end, "x", 1) == 1);
+    return NULL;
+}
+
+/* Waits for longer than any clock has numbers, which is for ever, end with what they wait for. */
+static void longest_waits(int moved)
+{
+    enum { WAYS = 4 };
+    struct pair pair = connected(moved);
+    const struct timespec limit = {.tv_sec = LONG_MAX};
+    struct epoll_event event = {.events = EPOLLIN};
+    int set = epoll_create1(0);
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, pair.server, &event) == 0);
+    for (int way = 0; way < WAYS; way++) {
+        struct pollfd entry = {.fd = pair.server, .events = POLLIN};
+        struct timeval time = {.tv_sec = LONG_MAX};
+        fd_set read_set;
+        pthread_t sender;
+        char byte;
+        long got;
+        FD_ZERO(&read_set);
+        FD_SET(pair.server, &read_set);
+        CHECK(pthread_create(&sender, NULL, send_late, (void *)(long)pair.client) == 0);
+        switch (way) {
+        case 0: got = ppoll(&entry, 1, &limit, NULL); break;
+        case 1: got = pselect(pair.server + 1, &read_set, NULL, NULL, &limit, NULL); break;
+        case 2: got = select(pair.server + 1, &read_set, NULL, NULL, &time); break;
+        default: got = epoll_pwait2(set, &event, 1, &limit, NULL);
+        }
+        CHECK(got == 1);
+        CHECK(read(pair.server, &byte, 1) == 1 && pthread_join(sender, NULL) == 0);
+    }
+}
+
 int main(int count, char **words)
 {
     static const struct {
@@ -262,6 +302,7 @@ int main(int count, char **words)
     } cases[] = {
         {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left},
         {"none for sets", none_for_sets}, {"short waits", short_waits},
+        {"longest waits", longest_waits},
     };
     alarm(STANDS_STILL);
     CHECK(count > 1);

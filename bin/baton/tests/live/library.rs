@@ -357,6 +357,12 @@ fn short_waits_are_as_short_as_natively() {
     as_natively("limits", &["short waits"]);
 }
 
+/// A limit that no clock reaches (LONG_MAX seconds, say) is none: the wait does not end before there is an event.
+#[test]
+fn longest_waits_are_for_ever() {
+    as_natively("limits", &["longest waits"]);
+}
+
 /// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not
 /// session memory as a whole; a program without address space for more goes on, and one with little keeps it.
 #[test]
