@@ -250,7 +250,8 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
         if let Some((fd, tcp)) = take(tcp, queue) {
             return Some(Accepted::Nic(fd, tcp, queue.session, section));
         }
-        if !blocks || wait::reports_now(fd, libc::POLLIN) {
+        // One that listens no more (shutdown) has hung up, and the kernel refuses the call.
+        if !blocks || wait::reports_now(fd, libc::POLLIN | libc::POLLHUP) {
             drop(section);
             return Some(Accepted::Kernel(native()));
         }

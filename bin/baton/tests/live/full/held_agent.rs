@@ -1,13 +1,15 @@
 //! A server that begins to wait for its listener while the agent is held: the kernel makes its connections then, and
-//! the NIC later.
+//! the NIC later. And one that waits no longer.
 
 use super::{address, bed, connect, connections, exchange, start_printing, wait_for_server};
 use crate::stopped::{hold_agent, in_time};
 use baton_protocol::program::Place;
-use std::io::Write;
+use std::io::{Read, Write};
+use std::time::Duration;
 
 in_both_shapes! {
     a_server_whose_agent_was_held_is_served_later
+    a_listener_that_is_shut_down_ends_accept
 }
 
 /// Echoes what comes to port 7000, all in one set. With `session` it has a listener on the NIC before; else no session
@@ -59,4 +61,38 @@ fn a_server_whose_agent_was_held_is_served_later(beside: bool) {
         let ours = connections(&bed).into_iter().find(|one| one.peer == local);
         assert!(ours.is_some_and(|one| one.made_by == Place::Nic), "{way}: the kernel made it");
     }
+}
+
+/// A thread accepts until that fails. At a line on standard input the listener is shut down.
+const SHUTS: &str = "
+import socket, sys, threading
+listener, peers = socket.create_server(('', 7000), backlog=20), []
+def accept():
+    try:
+        while True:
+            peers.append(listener.accept()[0])
+            try: peers[-1].sendall(b'x')
+            except OSError: pass
+    except OSError as error: print(error.errno, flush=True)
+accepts = threading.Thread(target=accept)
+accepts.start()
+sys.stdin.readline()
+listener.shutdown(socket.SHUT_RDWR)
+accepts.join()
+";
+
+/// A thread that sleeps in accept comes back when another one shuts the listener down, with the kernel's error, and not
+/// only when the agent finds that out.
+fn a_listener_that_is_shut_down_ends_accept(beside: bool) {
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", SHUTS]);
+    wait_for_server(&bed, at);
+    // When this one is accepted those before are.
+    let mut last = connect(&bed, at).expect("a connection");
+    last.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    last.read_exact(&mut [0]).expect("a byte");
+    let _agent = hold_agent(&bed);
+    writeln!(server.0.stdin.as_mut().expect("its input")).expect("a line");
+    assert_eq!(in_time("accept", move || lines.next()).expect("a line").expect("text"), libc::EINVAL.to_string());
 }
