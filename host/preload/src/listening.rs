@@ -136,6 +136,21 @@ fn drop_queue(tcp: &Tcp, queue: &'static Queue) {
     unsafe { real::close(queue.fd) };
 }
 
+/// Drops a queue by which nothing comes any more, unless another thread has.
+fn drop_ended(tcp: &Tcp, queue: &'static Queue) {
+    if tcp.forget_queue(queue) {
+        tcp.asking.again.pause();
+        drop_queue(tcp, queue);
+    }
+}
+
+/// Drops a listener's queue if it has hung up: the agent has ended, or has no such listener any more.
+pub(crate) fn leave_ended(tcp: &Tcp) {
+    if let Some(queue) = tcp.queue().filter(|queue| wait::reports_now(queue.fd, libc::POLLHUP)) {
+        drop_ended(tcp, queue);
+    }
+}
+
 /// Handles the closing of a listener's last descriptor.
 pub(crate) fn close(tcp: &Tcp) {
     if let Some(queue) = tcp.set_queue(None) {
@@ -179,9 +194,8 @@ fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     let errno = thread::errno();
     // SAFETY: the buffer is one live byte.
     let got = unsafe { real::recv(queue.fd, (&raw mut byte).cast(), 1, libc::MSG_DONTWAIT) };
-    if got == 0 && tcp.forget_queue(queue) {
-        tcp.asking.again.pause();
-        drop_queue(tcp, queue);
+    if got == 0 {
+        drop_ended(tcp, queue);
     }
     thread::set_errno(errno);
     got == 1

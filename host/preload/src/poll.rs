@@ -137,35 +137,46 @@ pub(crate) enum Polled {
 /// ppoll(2) with a limit in microseconds. Listeners are ready, too, when the NIC has made a connection for them.
 pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> Polled {
     let Some(_section) = Section::enter() else { return Polled::Kernel(limit) };
-    let mut queues = listening::queues(fds);
-    queues.extend(udp::bells(fds));
-    let given = fds.len();
-    if queues.is_empty() {
-        let watched = Watched::among(fds);
-        return if watched.is_empty() { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
-    }
     const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
-    let deadline = limit.map(wait::after);
-    let mut all = fds.to_vec();
-    all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
-    let got = match poll_sockets(&Watched::among(&all), &mut all, given, limit, mask) {
-        Polled::Done(got) if got >= 0 => got,
-        over => return over,
-    };
-    let (own, of_queues) = all.split_at(fds.len());
-    fds.copy_from_slice(own);
-    for ((at, _), queue) in queues.iter().zip(of_queues) {
-        fds[*at].revents |= queue.revents & READABLE;
+    let (given, deadline, mut left) = (fds.len(), limit.map(wait::after), limit);
+    loop {
+        let mut queues = listening::queues(fds);
+        queues.extend(udp::bells(fds));
+        if queues.is_empty() {
+            let watched = Watched::among(fds);
+            return if watched.is_empty() { Polled::Kernel(left) } else { poll_sockets(&watched, fds, given, left, mask) };
+        }
+        let mut all = fds.to_vec();
+        all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
+        let got = match poll_sockets(&Watched::among(&all), &mut all, given, left, mask) {
+            Polled::Done(got) if got >= 0 => got,
+            over => return over,
+        };
+        let (own, of_queues) = all.split_at(given);
+        fds.copy_from_slice(own);
+        let has_hung_up = |queue: &pollfd| queue.revents & POLLHUP != 0;
+        for ((at, _), queue) in queues.iter().zip(of_queues) {
+            if !has_hung_up(queue) {
+                fds[*at].revents |= queue.revents & READABLE;
+            } else if let Some(tcp) = table::tcp(fds[*at].fd) {
+                // It is readable, too, but no connection waits.
+                listening::leave_ended(tcp);
+            }
+        }
+        let ready = fds.iter().filter(|entry| entry.revents != 0).count();
+        if ready > 0 || got == 0 {
+            return Polled::Done(ready as c_int);
+        }
+        // If a queue has hung up because the agent has ended, the kernel alone makes connections now.
+        if let Some(session) = process::session() {
+            session.leave_if_over();
+        }
+        left = left_until(deadline);
+        if !of_queues.iter().any(has_hung_up) {
+            // Another thread has closed one.
+            return poll_sockets(&Watched::among(fds), fds, given, left, mask);
+        }
     }
-    let ready = fds.iter().filter(|entry| entry.revents != 0).count();
-    if ready > 0 || got == 0 {
-        return Polled::Done(ready as c_int);
-    }
-    // A queue has hung up, since the agent has ended: the kernel alone makes connections now.
-    if let Some(session) = process::session() {
-        session.leave_if_over();
-    }
-    poll_sockets(&Watched::among(fds), fds, given, left_until(deadline), mask)
 }
 
 /// Microseconds until a deadline.
