@@ -17,7 +17,7 @@ use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::wait::Sleeper;
 use crate::wake::Wake;
-use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
+use crate::{faults, leaving, process, readiness, real, table, thread, udp, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
@@ -502,9 +502,10 @@ impl Set {
         }
         let mut fds = locked(&self.fds);
         fds.retain(|other| *other != fd);
-        let is_last = fds.is_empty();
+        let left = fds.first().copied();
         drop(fds);
-        if !is_last {
+        udp::set_closed(fd, left);
+        if left.is_some() {
             return readiness::remove_number(self, fd);
         }
         readiness::leave_parents(self);

@@ -165,6 +165,17 @@ pub(crate) fn close_range(first: u32, last: u32) {
     }
 }
 
+/// Handles the closing of a set's number, which another set may have soon. `left` is one that the set has still.
+pub(crate) fn set_closed(number: c_int, left: Option<c_int>) {
+    for (_, udp) in all() {
+        let mut sets = locked(&udp.sets);
+        match left {
+            Some(left) => sets.iter_mut().filter(|(set, _)| *set == number).for_each(|(set, _)| *set = left),
+            None => sets.retain(|(set, _)| *set != number),
+        }
+    }
+}
+
 /// Gives a socket to the kernel for good, with what is unread: another process is about to have it.
 pub(crate) fn give_back(fd: c_int) {
     if let Some(udp) = of(fd) {

@@ -108,6 +108,36 @@ fn datagrams_are_echoed() {
     }
 }
 
+/// As [`ECHO`], after the socket has been in a set that is closed. It answers otherwise if the set that has its number
+/// now, in which nothing is, reports anything.
+const CLOSES_SET: &str = "
+import select, socket, sys
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+first = select.epoll()
+first.register(one, select.EPOLLIN)
+number = first.fileno()
+first.close()
+second = select.epoll()
+assert second.fileno() == number
+one.bind((sys.argv[1], 7000))
+while True:
+    select.select([one], [], [])
+    reported = second.poll(0)
+    data, peer = one.recvfrom(65536)
+    one.sendto(b'wrong' if reported else data, peer)
+";
+
+/// A socket gets its port, and comes to the NIC, when a set that has watched it is closed: another set that has the
+/// number since has nothing to do with it.
+#[test]
+fn the_next_set_of_a_number_does_not_watch_the_last_ones_sockets() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000).ip().to_string();
+    let _server = start(&bed, &["python3", "-c", CLOSES_SET, &at]);
+    exchange(&bed, &at, "");
+    assert!(count(&bed, Counter::DatagramsReceived) >= 200);
+}
+
 /// With several workers datagrams come to sockets by whichever worker's bucket.
 #[test]
 fn datagrams_come_by_any_worker() {
