@@ -17,7 +17,7 @@ use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::wait::Sleeper;
 use crate::wake::Wake;
-use crate::{faults, leaving, process, readiness, real, table, thread, udp, wait, whole};
+use crate::{faults, leaving, listening, process, readiness, real, table, thread, udp, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
@@ -393,18 +393,14 @@ impl Set {
         change(&mut locked(&self.inner).interest, &mut Kernel::of(epfd.unwrap_or(-1)));
     }
 
-    /// Watches a descriptor of this library's as the program has the set watch a socket.
+    /// Watches a descriptor of this library's beside a socket, as the program has the set watch the socket.
     pub fn watch_beside(&self, slot: u32, tcp: &'static Tcp, ours: c_int) {
-        self.with_interest(|interest, kernel| {
-            if let Some((events, data)) = interest.registration(slot, File::Tcp(tcp)) {
-                kernel.register(EPOLL_CTL_ADD, ours, events, data);
-            }
-        });
+        self.with_interest(|interest, kernel| interest.watch_beside(kernel, slot, File::Tcp(tcp), ours));
     }
 
     /// Undoes [`Set::watch_beside`].
     pub fn stop_watching_beside(&self, ours: c_int) {
-        self.with_interest(|_, kernel| _ = kernel.register(EPOLL_CTL_DEL, ours, 0, 0));
+        self.with_interest(|interest, kernel| interest.stop_watching_beside(kernel, ours));
     }
 
     /// Removes a socket that is about to be closed for good.
@@ -601,9 +597,11 @@ impl Set {
             }
             // What is marked by now may have signalled what this thread has cleared since.
             let left = inner.interest.has_queued() && count > 0 || self.any_marked.load(Ordering::SeqCst);
+            let ended = std::mem::take(&mut inner.interest.ended);
             drop(inner);
             // Noticed where the lock of a set is held.
-            end |= session.is_some_and(|session| session.shared.has_ended());
+            end |= !ended.is_empty() || session.is_some_and(|session| session.shared.has_ended());
+            ended.into_iter().for_each(leave_queue);
             if bell && let Some(session) = session {
                 session.shared.clear_bell();
                 session.shared.catch_up(thread::token());
@@ -686,6 +684,13 @@ impl Set {
                 return kept;
             }
         }
+    }
+}
+
+/// Handles the end of what is watched beside a file: of a listener's queue.
+fn leave_queue(file: File) {
+    if let File::Tcp(tcp) = file {
+        listening::leave_ended(tcp);
     }
 }
 

@@ -10,6 +10,9 @@
 //! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is
 //! ready for is computed from the NIC's events. Of one in the kernel this library adds what the kernel does not know.
 //! Registrations to check are in a queue, each at most once; level-triggered ones that were reported go to its end.
+//!
+//! A descriptor of the caller's may be watched *beside* a file, and counts as that file: what either reports is one
+//! event of one registration.
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
@@ -27,11 +30,15 @@ const WRITABLE: u32 = (EPOLLOUT | EPOLLWRNORM) as u32;
 /// Events that end one direction or both. An error that ends a connection comes with EPOLLHUP.
 const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP) as u32;
 const ERROR: u32 = EPOLLERR as u32;
+/// What a registration of a descriptor beside a file has of the file's.
+const OF_BESIDE: u32 = READABLE | EDGE | ONE_SHOT | EXCLUSIVE;
 
-/// The highest 24 bits of a token, with which neither an address of the program's nor a small number begins. Then 20
-/// bits that count the calls of epoll_ctl, then 20 bits of slot.
+/// The highest 23 bits of a token, with which neither an address of the program's nor a small number begins. Then one
+/// bit that says whether it is that of a descriptor beside the file, then 20 bits that count the calls of epoll_ctl,
+/// then 20 bits of slot.
 const TAG: u64 = 0xba_702e << 40;
-const TAG_BITS: u64 = 0xff_ffff << 40;
+const TAG_BITS: u64 = 0xff_fffe << 40;
+const BESIDE: u64 = 1 << 40;
 const VERSION_BITS: u32 = 20;
 const SLOT_BITS: u32 = 20;
 
@@ -128,6 +135,10 @@ struct Registration<F> {
     moves: u32,
     /// The round in which it was last reported, and its index in the program's array.
     reported: (u64, usize),
+    /// The version of its slot when it was added.
+    since: u32,
+    /// What is watched beside the file.
+    beside: Option<c_int>,
 }
 
 #[derive(Debug)]
@@ -163,6 +174,8 @@ pub(crate) struct Interest<F> {
     pub moving: Option<F>,
     /// A registration was brought in line in this round, of which the kernel may report something only now.
     pub renewed: bool,
+    /// Files beside which something is watched that has hung up, and counts no more. The caller is to see to that.
+    pub ended: Vec<F>,
 }
 
 impl<F> Default for Interest<F> {
@@ -177,6 +190,7 @@ impl<F> Default for Interest<F> {
             kernel_first: false,
             moving: None,
             renewed: false,
+            ended: Vec::new(),
         }
     }
 }
@@ -199,10 +213,20 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.slots[slot as usize].used.as_ref().is_some_and(|known| known.file == file).then_some(slot)
     }
 
-    /// The program's own registration of a file: events and data. None if the slot is not this file's.
-    pub fn registration(&self, slot: u32, file: F) -> Option<(u32, u64)> {
-        let known = self.slots.get(slot as usize)?.used.as_ref().filter(|known| known.file == file)?;
-        Some((known.programs(), known.data))
+    /// Watches a descriptor of the caller's beside a file, of which it says that it is readable, unless one is watched
+    /// there already.
+    pub fn watch_beside<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F, ours: c_int) {
+        let Some(known) = self.used(slot).filter(|known| known.file == file && known.beside.is_none()) else { return };
+        if world.register(EPOLL_CTL_ADD, ours, known.programs() & OF_BESIDE, token(slot, known.since) | BESIDE) {
+            known.beside = Some(ours);
+        }
+    }
+
+    /// Undoes [`Interest::watch_beside`].
+    pub fn stop_watching_beside<W: World<File = F>>(&mut self, world: &mut W, ours: c_int) {
+        let all = self.slots.iter_mut().filter_map(|place| place.used.as_mut());
+        all.filter(|known| known.beside == Some(ours)).for_each(|known| known.beside = None);
+        world.register(EPOLL_CTL_DEL, ours, 0, 0);
     }
 
     /// All files in the set, with their slots.
@@ -240,7 +264,9 @@ impl<F: Copy + PartialEq> Interest<F> {
             place_of.version = version;
         }
         let seen = Seen { rearms: world.progress_if_edge(file, fd, events).rearms, ..Seen::default() };
-        let reported = place_of.used.as_ref().map_or((0, 0), |known| known.reported);
+        let added = ((0, 0), place_of.version, None);
+        let (reported, since, beside) =
+            place_of.used.as_ref().map_or(added, |known| (known.reported, known.since, known.beside));
         place_of.used = Some(Registration {
             fd,
             file,
@@ -254,7 +280,12 @@ impl<F: Copy + PartialEq> Interest<F> {
             told: Seen::default(),
             moves,
             reported,
+            since,
+            beside,
         });
+        if let Some(ours) = beside {
+            world.register(EPOLL_CTL_MOD, ours, events & OF_BESIDE, token(slot, since) | BESIDE);
+        }
         self.by_fd.insert(fd, slot);
         if place != Place::Kernel && place != Place::Set || world.beside_kernel(file) != 0 {
             self.enqueue(slot);
@@ -266,8 +297,9 @@ impl<F: Copy + PartialEq> Interest<F> {
     pub fn delete<W: World<File = F>>(&mut self, world: &mut W, fd: c_int, file: F) -> (bool, Option<u32>) {
         let done = world.register(EPOLL_CTL_DEL, fd, 0, 0);
         let slot = self.find(fd, file).filter(|_| done);
-        if let Some(slot) = slot {
-            self.drop_slot(slot);
+        let gone = slot.and_then(|slot| self.drop_slot(slot));
+        if let Some(ours) = gone.and_then(|(gone, _)| gone.beside) {
+            world.register(EPOLL_CTL_DEL, ours, 0, 0);
         }
         (done, slot)
     }
@@ -305,6 +337,9 @@ impl<F: Copy + PartialEq> Interest<F> {
     pub fn release<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             change(world, gone.fd, gone.events, gone.programs(), gone.data);
+            if let Some(ours) = gone.beside {
+                change(world, ours, gone.events, gone.programs() & OF_BESIDE, gone.data);
+            }
         }
     }
 
@@ -502,7 +537,9 @@ impl<F: Copy + PartialEq> Interest<F> {
     fn slot_of(&self, token: u64) -> Option<u32> {
         let (slot, version) = (token as u32 & ((1 << SLOT_BITS) - 1), (token >> SLOT_BITS) as u32 & ((1 << VERSION_BITS) - 1));
         let place = self.slots.get(slot as usize)?;
-        (place.version == version && place.used.is_some()).then_some(slot)
+        let known = place.used.as_ref()?;
+        let newest = if token & BESIDE == 0 { place.version } else { known.since };
+        (newest == version).then_some(slot)
     }
 
     /// The program's data for a token. For a process that has inherited the kernel's set, and this list as it was then.
@@ -514,6 +551,9 @@ impl<F: Copy + PartialEq> Interest<F> {
     /// The slot, events and data of a kernel event, without the events that do not count. None if none is left.
     fn judge<W: World<File = F>>(&mut self, world: &mut W, token: u64, events: u32) -> Option<(u32, u32, u64)> {
         let slot = self.slot_of(token)?;
+        if token & BESIDE != 0 {
+            return self.judge_beside(slot, events);
+        }
         let known = self.used(slot)?;
         if known.muted {
             self.enqueue(slot);
@@ -554,6 +594,23 @@ impl<F: Copy + PartialEq> Interest<F> {
             return None;
         }
         known.note_reported(world, events);
+        Some((slot, events, known.data))
+    }
+
+    /// The same of an event of what is watched beside a file.
+    fn judge_beside(&mut self, slot: u32, events: u32) -> Option<(u32, u32, u64)> {
+        let known = self.used(slot).filter(|known| known.beside.is_some())?;
+        if events & EPOLLHUP as u32 != 0 {
+            // It is readable then, too.
+            let file = known.file;
+            self.ended.push(file);
+            return None;
+        }
+        let events = events & known.events & READABLE;
+        if known.spent || events == 0 {
+            return None;
+        }
+        known.spent = known.events & ONE_SHOT != 0;
         Some((slot, events, known.data))
     }
 

@@ -2,13 +2,14 @@
 //!
 //! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is
 //! counted by a second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it
-//! beside the listener, with the program's own data, and accept(2) looks there first. The agent is asked for the queue
+//! beside the listener, as which it counts, and accept(2) looks there first. The agent is asked for the queue
 //! when the process first waits for the listener: a process that only passes it on to others never gets one, and the
 //! NIC makes no connections for it. Where the agent refuses or does not answer, and when the session has ended, it is
 //! asked again when the process waits or accepts ([`Again`]): the kernel makes the connections meanwhile, so that a
 //! process which waits in a set accepts one of those.
 
 use crate::again::Again;
+use crate::epoll::File;
 use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::{Held, ShortLock};
@@ -328,6 +329,15 @@ pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut 
     let queue = if operation == libc::EPOLL_CTL_DEL { tcp.queue() } else { queue_of(tcp, fd) };
     let Some(queue) = queue else { return };
     let errno = thread::errno();
+    if let Some(set) = table::set_of(set).filter(|set| !set.is_inherited() && process::is_mine()) {
+        // What is watched beside a listener changes, and goes, with the listener.
+        set.with_interest(|interest, kernel| {
+            if let Some(slot) = interest.find(fd, File::Tcp(tcp)) {
+                interest.watch_beside(kernel, slot, File::Tcp(tcp), queue.fd);
+            }
+        });
+        return thread::set_errno(errno);
+    }
     // SAFETY: this function's `# Safety` is epoll_ctl(2)'s.
     unsafe {
         let done = real::epoll_ctl(set, operation, queue.fd, event);

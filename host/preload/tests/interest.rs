@@ -495,6 +495,75 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
+/// What one call reports: data and events.
+fn reported(model: &mut Model, interest: &mut Interest<usize>) -> Vec<(u64, u32)> {
+    let mut out = [epoll_event { events: 0, u64: 0 }; 4];
+    let got = model.report(&mut out);
+    let count = interest.take_in(model, &mut out, got, |_| false);
+    out[..count].iter().map(|event| (event.u64, event.events)).collect()
+}
+
+/// A listener, and beside it the queue of what the NIC makes for it, are one registration: both together are one event,
+/// after which both are silent if it is for one event only. The end of the queue is no event, and goes to the caller.
+#[test]
+fn what_is_watched_beside_a_file_counts_as_the_file() {
+    const DATA: u64 = 7;
+    let (fd, queues_fd) = (0, 1);
+    for how in [0, ONE_SHOT] {
+        let mut program = Program::new();
+        let (listener, queue) = (program.socket(0), program.socket(1));
+        let Program { model, interest, .. } = &mut program;
+        let slot = interest.set(model, EPOLL_CTL_ADD, fd, listener, (IN | OUT | how, DATA)).expect("a slot");
+        interest.watch_beside(model, slot, listener, queues_fd);
+        assert_eq!(model.watches[&(queues_fd, queue)].mask, IN | how | ALWAYS, "room in the queue is no event");
+        assert_eq!(reported(model, interest), [(DATA, OUT)]);
+        interest.set(model, EPOLL_CTL_MOD, fd, listener, (IN | how, DATA)).expect("a slot");
+        assert!(reported(model, interest).is_empty());
+        let arrive = |model: &mut Model, socket: usize| {
+            model.sockets[socket].arrived += 1;
+            model.happened(socket, IN);
+        };
+        arrive(model, queue);
+        assert_eq!(reported(model, interest), [(DATA, IN)]);
+        arrive(model, listener);
+        arrive(model, queue);
+        let both: &[(u64, u32)] = if how == 0 { &[(DATA, IN)] } else { &[] };
+        assert_eq!(reported(model, interest), both);
+        interest.set(model, EPOLL_CTL_MOD, fd, listener, (IN | how, DATA + 1)).expect("a slot");
+        assert_eq!(reported(model, interest), [(DATA + 1, IN)]);
+        model.sockets[listener].read = model.sockets[listener].arrived;
+        interest.set(model, EPOLL_CTL_MOD, fd, listener, (IN | how, DATA)).expect("a slot");
+        // It hangs up.
+        model.sockets[queue].place = Place::Moving;
+        model.callback(queue, HUP);
+        assert!(reported(model, interest).is_empty());
+        assert_eq!(std::mem::take(&mut interest.ended), [listener]);
+        interest.stop_watching_beside(model, queues_fd);
+        assert!(reported(model, interest).is_empty() && interest.ended.is_empty());
+        assert_eq!(model.watches.len(), 1);
+    }
+}
+
+/// What is watched beside a file goes with the file's registration, or becomes one of the program's own.
+#[test]
+fn what_is_watched_beside_a_file_goes_with_it() {
+    const DATA: u64 = 7;
+    for is_released in [false, true] {
+        let mut program = Program::new();
+        let listener = program.socket(0);
+        let Program { model, interest, .. } = &mut program;
+        let slot = interest.set(model, EPOLL_CTL_ADD, 0, listener, (IN, DATA)).expect("a slot");
+        interest.watch_beside(model, slot, listener, 1);
+        if is_released {
+            interest.release_all(model);
+            assert_eq!(model.watches.values().map(|watch| watch.data).collect::<Vec<_>>(), [DATA, DATA]);
+        } else {
+            assert_eq!(interest.delete(model, 0, listener), (true, Some(slot)));
+            assert!(model.watches.is_empty());
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: std::env::var("BATON_FUZZ_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(2_000),

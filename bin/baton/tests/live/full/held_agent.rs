@@ -138,7 +138,7 @@ while True:
 
 /// The queues of listeners hang up when the agent ends, which is neither a connection nor an end of the listeners'.
 fn the_agents_end_is_no_event_of_a_listener(beside: bool) {
-    for way in ["select", "poll"] {
+    for way in ["select", "poll", "epoll"] {
         let bed = bed(beside);
         let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", WATCHES, way]);
         let mut input = server.0.stdin.take().expect("its input");
