@@ -399,7 +399,7 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
     };
-    let deadline = io::deadline(fd, libc::SO_RCVTIMEO);
+    let (deadline, mut has_slept) = (io::deadline(fd, libc::SO_RCVTIMEO), false);
     loop {
         let turn = udp.received.fetch_add(1, Ordering::Relaxed) % TURN == TURN - 1;
         let kernel_first = turn || udp.kernel_first.load(Ordering::Acquire);
@@ -424,9 +424,15 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
         if !blocks(fd, flags) {
             return thread::fail(libc::EAGAIN);
         }
+        if has_slept && wait::reports_now(fd, libc::POLLRDHUP) {
+            // Another thread has shut it down: it stays readable, and a call that would wait returns 0.
+            drop((taken, section));
+            // SAFETY: the program's own arguments (`# Safety`).
+            return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
+        }
         match wait::for_either(section, [fd, taken.bell()], deadline) {
             Some((again, slept)) => {
-                section = again;
+                (section, has_slept) = (again, true);
                 if let Err(errno) = slept {
                     return thread::fail(errno);
                 }

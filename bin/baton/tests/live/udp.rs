@@ -138,6 +138,37 @@ fn the_next_set_of_a_number_does_not_watch_the_last_ones_sockets() {
     assert!(count(&bed, Counter::DatagramsReceived) >= 200);
 }
 
+/// A thread echoes every datagram until it receives nothing. At a line on standard input the socket is shut down, as
+/// programs do that have such a thread end: the call fails, and wakes it.
+const SHUTS: &str = "
+import socket, sys, threading
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+one.bind((sys.argv[1], 7000))
+def serve():
+    while True:
+        data, peer = one.recvfrom(65536)
+        if not data: return print('the end', flush=True)
+        one.sendto(data, peer)
+serves = threading.Thread(target=serve)
+serves.start()
+sys.stdin.readline()
+try: one.shutdown(socket.SHUT_RDWR)
+except OSError: pass
+serves.join()
+";
+
+/// A thread that sleeps in a receive comes back when another one shuts the socket down.
+#[test]
+fn a_socket_that_is_shut_down_ends_a_receive() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000).ip().to_string();
+    let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", SHUTS, &at]);
+    exchange(&bed, &at, "");
+    assert!(count(&bed, Counter::DatagramsReceived) >= 200);
+    writeln!(server.0.stdin.as_mut().expect("its input")).expect("a line");
+    assert_eq!(in_time("a receive", move || lines.next()).expect("a line").expect("text"), "the end");
+}
+
 /// With several workers datagrams come to sockets by whichever worker's bucket.
 #[test]
 fn datagrams_come_by_any_worker() {
