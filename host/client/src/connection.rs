@@ -581,6 +581,11 @@ impl Connection {
         self.load(block::FLAGS) & block::FLAG_OPENING != 0
     }
 
+    /// Whether the NIC could not open it: it has ended, and never had memory.
+    pub fn was_not_opened(&self) -> bool {
+        self.ended().is_some() && self.load(block::RECEIVE_SIZE) == 0
+    }
+
     /// SO_KEEPALIVE as the program set it, while the NIC has the connection.
     pub fn keepalive(&self) -> bool {
         self.load(block::FLAGS) & block::FLAG_KEEPALIVE != 0

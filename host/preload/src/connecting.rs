@@ -58,10 +58,15 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
             return peer.map(|_| thread::fail(libc::EALREADY) as c_int);
         }
         session.shared.catch_up(thread::token());
-        if connection.owner() != Owner::Nic || connection.ended().is_none_or(|error| error == 0) {
+        if connection.owner() != Owner::Nic || !connection.was_not_opened() {
             return None;
         }
+        let error = connection.take_error();
         tcp.forget_failed();
+        if error != 0 {
+            // No call has said why the last attempt has failed: this one does, and the next one begins another.
+            return Some(thread::fail(error as c_int) as c_int);
+        }
     }
     let errno = thread::errno();
     if !tcp.open_by_nic(fd, peer?) {

@@ -13,6 +13,7 @@ use std::process::{Command, Stdio};
 
 in_both_shapes! {
     connecting_fails_as_natively
+    a_socket_that_was_refused_connects_again
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
     the_hosts_retransmissions_are_those_of_what_the_nic_opens
@@ -202,6 +203,37 @@ fn connecting_fails_as_natively(beside: bool) {
     let opens = ["open"; 8].join(" ");
     assert_eq!(ours, format!("EHOSTUNREACH\nEHOSTUNREACH\nECONNREFUSED\nETIMEDOUT\nin time\nEADDRNOTAVAIL {opens}\n"));
     drop(listener);
+}
+
+/// Connects each of two sockets to a port where nobody listens, and then to one where somebody does: one that waits for
+/// the result, and one that asks for it by another connect(2), as Perl does.
+const REFUSED_FIRST: &str = "
+import errno, select, socket, sys
+nobody, somebody = (sys.argv[1], 6001), (sys.argv[1], 6000)
+one = socket.socket()
+print([errno.errorcode.get(one.connect_ex(to)) for to in (nobody, nobody, somebody)], one.getpeername() == somebody)
+other = socket.socket()
+other.setblocking(False)
+poll = select.poll()
+for to in nobody, somebody:
+    begun = other.connect_ex(to)
+    poll.register(other, select.POLLOUT)
+    assert poll.poll(20000)
+    poll.unregister(other)
+    print(errno.errorcode[begun], errno.errorcode.get(other.connect_ex(nobody)) if to == nobody else other.getpeername() == somebody)
+";
+
+/// A socket whose connection could not be opened opens another one, and says once why the last one failed.
+fn a_socket_that_was_refused_connects_again(beside: bool) {
+    let bed = bed(beside);
+    let _listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 6000))).expect("a listener");
+    let address = address_b(false).to_string();
+    let program = ["python3", "-c", REFUSED_FIRST, &address];
+    let natively = run(&bed, false, &program);
+    assert_eq!(natively, "['ECONNREFUSED', 'ECONNREFUSED', None] True\nEINPROGRESS ECONNREFUSED\nEINPROGRESS True\n");
+    let made = count(&bed, Counter::Made);
+    assert_eq!(run(&bed, true, &program), natively);
+    assert_eq!(count(&bed, Counter::Made), made + 2);
 }
 
 /// A BPF program at the control group refuses connect(2): the call fails with EPERM at once, and the NIC opens no
