@@ -90,7 +90,7 @@ pub(crate) struct Set {
     pub sleepers: AtomicU32,
     /// Who polls the set itself, or has it in another set.
     pub watchers: readiness::Watchers,
-    /// The set belongs to the process from which this one was forked.
+    /// The set belongs to the process from which this one was forked, or to several.
     inherited: AtomicBool,
     pub fds: Mutex<Vec<c_int>>,
 }
@@ -555,7 +555,7 @@ impl Set {
         }
         let Some(mut section) = Section::enter() else { return native(out, limit) };
         let deadline = limit.map(wait::after);
-        let (mut rounds, begun) = (0, Mark::now());
+        let (mut rounds, begun, owner) = (0, Mark::now(), process::owner());
         loop {
             let mut session = process::session();
             if let Some(session) = session {
@@ -587,8 +587,10 @@ impl Set {
                     return got;
                 }
                 if self.is_inherited() {
-                    // A handler has made this child. The set is its parent's, and so is what was found in it.
-                    return thread::fail(libc::EINTR) as c_int;
+                    // It was passed on. Or a handler has made this child: what was found in the set is its parent's.
+                    drop(section);
+                    let stays = process::is_still(owner);
+                    return if stays { only_programs(out, got, deadline, native) } else { thread::fail(libc::EINTR) as c_int };
                 }
                 inner = locked(&self.inner);
                 count = inner.interest.take_in(kernel, out, got as usize, |data| self.own(data, &mut bell, &mut end));

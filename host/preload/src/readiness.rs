@@ -12,9 +12,10 @@ use crate::epoll::{File, Kernel, Set, locked};
 use crate::process::{self, Session};
 use crate::tcp::Tcp;
 use crate::waiter::Waiters;
-use crate::{real, thread, wait};
+use crate::{real, table, thread, wait};
 use baton_abi::layout::Owner;
 use baton_client::Readiness;
+use baton_protocol::program::Until;
 use libc::{EPOLL_CTL_DEL, EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM, POLLIN, c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
@@ -149,6 +150,26 @@ pub(crate) fn leave_parents(set: &'static Set) {
     for (parent, slot) in parents {
         parent.with_interest(|interest, kernel| interest.release(kernel, slot, File::Set(set)));
     }
+}
+
+/// Leaves a set, and those in it, to the kernel, which alone can report to several processes: another one is about to
+/// have it.
+pub(crate) fn share(set: &'static Set) {
+    if set.is_inherited() {
+        return;
+    }
+    let fds = locked(&set.fds).clone();
+    let files: Vec<File> = locked(&set.inner).interest.files().map(|(_, file)| file).collect();
+    for file in files {
+        match file {
+            File::Tcp(tcp) => tcp.give_back("epoll set of several processes", Until::Never),
+            File::Set(inner) => share(inner),
+        }
+    }
+    set.leave_to_kernel();
+    set.inherit();
+    locked(&set.inner).wakes = false;
+    fds.into_iter().for_each(|fd| table::put(fd, Some(table::File::Set(set))));
 }
 
 /// Whether something has happened in a set since it was last looked at, such as a move while the kernel was asked.

@@ -306,6 +306,35 @@ static void are_slept_for(void)
     }
 }
 
+/* A set is passed on, and so another process's, too, for which this one stands: it gets the program's own data by either descriptor, also
+ * of what is added later. */
+static void is_passed_on(void)
+{
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr header;
+    } control = {.header = {.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int))}};
+    struct iovec byte = {some, 1};
+    struct msghdr message = {.msg_iov = &byte, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    void *number = CMSG_DATA(CMSG_FIRSTHDR(&message));
+    int set = new_set(), passed, way[2];
+    put(set, EPOLL_CTL_ADD, ends.server, EPOLLIN);
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, way) == 0);
+    memcpy(number, &set, sizeof set);
+    CHECK(sendmsg(way[0], &message, 0) == 1 && recvmsg(way[1], &message, 0) == 1);
+    memcpy(&passed, number, sizeof passed);
+    CHECK(!reports(passed, ends.server) && !reports(set, ends.server));
+    arrive(1);
+    CHECK(reports(passed, ends.server) && reports(set, ends.server));
+    take(1);
+    put(set, EPOLL_CTL_ADD, ends.client, EPOLLIN);
+    CHECK(write(ends.server, some, 1) == 1);
+    while (!reports(passed, ends.client))
+        sched_yield();
+    CHECK(reports(set, ends.client) && read(ends.client, some, 1) == 1);
+    close(set), close(passed), close(way[0]), close(way[1]);
+}
+
 int main(int count, char **words)
 {
     CHECK(count >= 2);
@@ -330,6 +359,7 @@ int main(int count, char **words)
         else if (strcmp(name, "added late") == 0) is_added_late();
         else if (strcmp(name, "closed") == 0) are_closed();
         else if (strcmp(name, "asleep") == 0) are_slept_for();
+        else if (strcmp(name, "passed on") == 0) is_passed_on();
         else CHECK(!"such a case");
     }
     return 0;

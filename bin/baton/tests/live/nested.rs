@@ -14,6 +14,12 @@ fn sets_in_sets_report_as_natively() {
     as_natively("nested", &["added late", "closed", "asleep"]);
 }
 
+/// A set that a message passes on (SCM_RIGHTS) reports what it reports natively, to whoever has it.
+#[test]
+fn a_set_that_is_passed_on_reports_as_natively() {
+    as_natively("nested", &["passed on"]);
+}
+
 /// Threads that sleep for a set, or for one that it is in, while its connection moves all the time: they are woken by
 /// what arrives, and by nothing else.
 #[test]

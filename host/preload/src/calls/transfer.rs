@@ -6,7 +6,7 @@ use crate::kernel_only::{self, Patience, leave_to_kernel};
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::wait::{self, Wait, Want};
-use crate::{faults, io, leaving, options, real, table, thread, udp};
+use crate::{faults, io, leaving, options, readiness, real, table, thread, udp};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
@@ -510,10 +510,13 @@ fn give_back_passed(fd: c_int, message: *const msghdr, flags: c_int) -> Result<(
                 let behind = length - (header as usize - control.as_ptr() as usize);
                 let length = ((*header).cmsg_len as usize).min(behind).saturating_sub(libc::CMSG_LEN(0) as usize);
                 for at in 0..length / size_of::<c_int>() {
-                    if let Some(tcp) = table::tcp(data.add(at).read_unaligned()) {
-                        kernel_only::leave(tcp, "SCM_RIGHTS", patience)?;
+                    let passed = data.add(at).read_unaligned();
+                    match table::get(passed) {
+                        Some(table::File::Tcp(tcp)) => kernel_only::leave(tcp, "SCM_RIGHTS", patience)?,
+                        Some(table::File::Set(set)) => readiness::share(set),
+                        Some(table::File::Ring(_)) | None => {}
                     }
-                    udp::give_back(data.add(at).read_unaligned());
+                    udp::give_back(passed);
                 }
             }
             header = libc::CMSG_NXTHDR(message, header);
