@@ -265,8 +265,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
         let seen = Seen { rearms: world.progress_if_edge(file, fd, events).rearms, ..Seen::default() };
         let added = ((0, 0), place_of.version, None);
-        let (reported, since, beside) =
-            place_of.used.as_ref().map_or(added, |known| (known.reported, known.since, known.beside));
+        let (reported, since, beside) = place_of.used.as_ref().map_or(added, |known| (known.reported, known.since, known.beside));
         place_of.used = Some(Registration {
             fd,
             file,
