@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 
 /// Pauses that are remembered.
 const PAUSES: usize = 1 << 16;
-/// Sockets that are remembered as not to be offloaded.
-const OTHERS: usize = 1 << 16;
+/// Sockets that are remembered as not to be offloaded: more than a process has as a rule. With fewer than exist, all of
+/// them would be examined in every search again, and the programs stand still for that.
+const OTHERS: usize = 1 << 20;
 
 /// How long programs stood still. All times are counted, and the latest are remembered.
 #[derive(Default)]
@@ -99,7 +100,7 @@ mod tests {
     fn of_sockets_that_are_not_offloaded_some_are_remembered() {
         let mut known = Known::default();
         known.register(7);
-        (100..100 + 10 * OTHERS as u64).for_each(|inode| {
+        (100..=100 + OTHERS as u64).for_each(|inode| {
             known.dismiss(inode);
             assert!(known.contains(inode) && known.contains(7) && known.others.len() <= OTHERS);
         });

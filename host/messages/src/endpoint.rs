@@ -264,8 +264,10 @@ impl<B: Buffer> Endpoint<B> {
         if found.is_ok() {
             return found;
         }
-        // Messages and requests that were taken from the protocol name their peers by these numbers.
-        let named = self.spill.peers().chain(self.rma.peers()).collect::<BTreeSet<PeerId>>();
+        // Messages and requests that were taken from the protocol name their peers by these numbers, and so do buffers
+        // for several messages, which may have no receive posted just now.
+        let taken = self.spill.peers().chain(self.rma.peers());
+        let named = taken.chain(self.multiple.peers()).collect::<BTreeSet<PeerId>>();
         for peer in (0..self.peers).map(PeerId).filter(|peer| !named.contains(peer) && !is_needed(*peer)) {
             self.policy.disown(peer);
         }

@@ -6,7 +6,7 @@
 use crate::arena::{Arena, Buffer, Slot};
 use crate::endpoint::{Completion, Endpoint, Incoming, Kind, Purpose, Selector, Token};
 use crate::spill::Taker;
-use baton_rmpp::{Delivered, Error, ReceiveId, Region};
+use baton_rmpp::{Delivered, Error, PeerId, ReceiveId, Region};
 
 /// What a buffer waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,6 +40,13 @@ pub(crate) struct Multiple {
     buffers: Vec<Shared>,
     /// A receive is to be posted.
     pub due: bool,
+}
+
+impl Multiple {
+    /// The peers from which alone buffers receive.
+    pub fn peers(&self) -> impl Iterator<Item = PeerId> {
+        self.buffers.iter().filter_map(|buffer| buffer.selector.peer)
+    }
 }
 
 impl<B: Buffer> Endpoint<B> {

@@ -9,6 +9,9 @@
 //!
 //! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
+mod own;
+
+use self::own::{bell_data, end_data, is_own, keep, wake_data};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
@@ -23,29 +26,6 @@ use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN,
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Data of this library's own registrations: addresses of its own statics, which no program has a reason to use.
-static BELL: u8 = 0;
-static WAKE: u8 = 1;
-static END: u8 = 2;
-
-fn bell_data() -> u64 {
-    std::ptr::from_ref(&BELL) as u64
-}
-
-fn wake_data() -> u64 {
-    std::ptr::from_ref(&WAKE) as u64
-}
-
-/// Whether an event's data belongs to one of this library's own registrations.
-fn is_own(data: u64) -> bool {
-    data == bell_data() || data == wake_data() || data == end_data()
-}
-
-/// Data for the session's control connection, which hangs up when the session ends.
-fn end_data() -> u64 {
-    std::ptr::from_ref(&END) as u64
-}
 
 /// The program's own call, which writes events there, with a limit in microseconds.
 type Native<'a> = &'a dyn Fn(&mut [epoll_event], Option<u64>) -> c_int;
@@ -319,6 +299,10 @@ impl Set {
     /// Adds the session's doorbell, its control connection and the set's eventfd to the kernel's set; without a session
     /// the eventfd alone.
     fn join_bell(&self, inner: &mut Inner, epfd: c_int) {
+        if self.is_inherited() {
+            // Another process would get this library's data, and nobody would silence what is rung.
+            return;
+        }
         if !inner.wakes {
             inner.wakes = self.register_wake(epfd);
         }
@@ -441,6 +425,17 @@ impl Set {
         });
         files.into_iter().for_each(|(slot, file)| self.forget_in(file, slot));
         fds.into_iter().for_each(|fd| table::put(fd, None));
+    }
+
+    /// Takes out of the kernel's set what a thread that was awake in it has put there again while the set was left to
+    /// the kernel. It is several processes' by now ([`Set::inherit`]), so that nothing is put there any more.
+    pub fn leave_to_several(&self, epfd: c_int) {
+        if let Some(session) = process::session() {
+            self.leave(session, epfd);
+        }
+        let mut inner = locked(&self.inner);
+        self.remove_wake(epfd);
+        inner.wakes = false;
     }
 
     /// Has a file forget that it is in this set.
@@ -696,26 +691,15 @@ fn leave_queue(file: File) {
     }
 }
 
-/// Keeps the first `got` events whose data `data_of` knows, with the program's data. Returns their number.
-fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64>) -> c_int {
-    let mut kept = 0;
-    for at in 0..got.max(0) as usize {
-        let event = out[at];
-        if let Some(data) = data_of(event.u64) {
-            out[kept] = epoll_event { events: event.events, u64: data };
-            kept += 1;
-        }
-    }
-    kept as c_int
-}
-
 /// Goes on with an epoll_wait that slept while the library withdrew. Events of this library's registrations are
 /// dropped: each was replaced by the program's own since, and the kernel has looked then whether it is ready.
 #[cold]
 fn only_programs(out: &mut [epoll_event], mut got: c_int, deadline: Option<u64>, native: Native<'_>) -> c_int {
     loop {
         let kept = keep(out, got, |data| (!is_own(data) && !interest::is_token(data)).then_some(data));
-        if got <= 0 || kept > 0 {
+        // The kernel may have been asked for a moment only: the library had something to look at.
+        let is_over = got == 0 && deadline.is_some_and(|deadline| wait::now() >= deadline);
+        if got < 0 || kept > 0 || is_over {
             return if got < 0 { got } else { kept };
         }
         got = native(out, left_until(deadline));

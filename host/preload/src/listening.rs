@@ -336,6 +336,13 @@ pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut 
                 interest.watch_beside(kernel, slot, File::Tcp(tcp), queue.fd);
             }
         });
+        if tcp.queue().is_none_or(|now| !std::ptr::eq(now, queue)) {
+            // Another thread has dropped it meanwhile: the listener's next queue is to have its place.
+            set.stop_watching_beside(queue.fd);
+            if let Some(next) = tcp.queue() {
+                tcp.watch_beside(next.fd);
+            }
+        }
         return thread::set_errno(errno);
     }
     // SAFETY: this function's `# Safety` is epoll_ctl(2)'s.

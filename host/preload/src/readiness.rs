@@ -158,7 +158,6 @@ pub(crate) fn share(set: &'static Set) {
     if set.is_inherited() {
         return;
     }
-    let fds = locked(&set.fds).clone();
     let files: Vec<File> = locked(&set.inner).interest.files().map(|(_, file)| file).collect();
     for file in files {
         match file {
@@ -166,9 +165,12 @@ pub(crate) fn share(set: &'static Set) {
             File::Set(inner) => share(inner),
         }
     }
+    // Only now: a restore may take long, and a number that is closed meanwhile may be another file's.
+    let fds = locked(&set.fds).clone();
+    let Some(epfd) = fds.first().copied() else { return };
     set.leave_to_kernel();
     set.inherit();
-    locked(&set.inner).wakes = false;
+    set.leave_to_several(epfd);
     fds.into_iter().for_each(|fd| table::put(fd, Some(table::File::Set(set))));
 }
 
