@@ -264,15 +264,19 @@ fn may_be_duplicated(fd: c_int) -> bool {
     duplicated(fd).is_some_and(|(word, bit)| word.load(Ordering::SeqCst) & bit != 0)
 }
 
-/// The tracked sockets that a program inherits: those without FD_CLOEXEC, and those that an action duplicates, where it
-/// is started `with_actions`.
-pub(crate) fn stay_open(with_actions: bool) -> impl Iterator<Item = &'static Tcp> {
-    // SAFETY: F_GETFD takes no pointer.
-    let stays_open = |fd| (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0;
+/// The tracked sockets that a program inherits, each with a descriptor: those without FD_CLOEXEC, and those that an
+/// action duplicates, where it is started `with_actions`.
+pub(crate) fn stay_open(with_actions: bool) -> impl Iterator<Item = (c_int, &'static Tcp)> {
     table::known(0, u32::MAX).filter_map(move |(fd, file)| match file {
-        table::File::Tcp(tcp) if with_actions && may_be_duplicated(fd) || stays_open(fd) => Some(tcp),
+        table::File::Tcp(tcp) if with_actions && may_be_duplicated(fd) || stays_open_over_exec(fd) => Some((fd, tcp)),
         _ => None,
     })
+}
+
+/// Whether a program that is executed has this descriptor.
+pub(crate) fn stays_open_over_exec(fd: c_int) -> bool {
+    // SAFETY: F_GETFD takes no pointer.
+    (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0
 }
 
 /// While this lives nothing is handed over: a program is being started, which inherits descriptors.
@@ -291,7 +295,7 @@ impl Drop for Start {
     fn drop(&mut self) {
         // Also what other threads have made since.
         if let Some(_section) = Section::enter() {
-            stay_open(self.with_actions).for_each(Tcp::note_shared);
+            stay_open(self.with_actions).for_each(|(_, tcp)| tcp.note_shared());
         }
         UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
     }

@@ -65,7 +65,7 @@ fn value_of<'a>(variable: &'a CStr, name: &str) -> Option<&'a [u8]> {
 /// # Safety
 /// `target` and `environment` are as the call needs them.
 pub(crate) unsafe fn execute<T>(target: Target, environment: Strings, call: impl FnOnce(Strings) -> T) -> T {
-    let Some(section) = Section::enter() else { return call(environment) };
+    let Some(section) = Section::enter_anyhow() else { return call(environment) };
     let errno = thread::errno();
     // SAFETY: the program's own list (`# Safety`).
     let libraries = unsafe { variables(environment) }.find_map(|variable| value_of(variable, VARIABLE));

@@ -6,11 +6,15 @@
 //! The kernel wipes the table in a child that has a copy of this memory. One that this library has seen coming takes it
 //! back ([`restore`]). Any other one, made by instructions of the program's own for example, finds nothing tracked: all
 //! its calls are the kernel's. It shares the memory of its parent's session, but uses none of it.
+//!
+//! A child of vfork(2) has this very table, its parent's, but descriptors of its own: it may close a number and open a
+//! file that gets it. So nothing is tracked for it, and it changes nothing here. A socket of its parent's that it uses
+//! or duplicates is restored first ([`vforks`](crate::vforks)).
 
 use crate::epoll::Set;
 use crate::rings::Ring;
 use crate::tcp::Tcp;
-use crate::whole;
+use crate::{process, vforks, whole};
 use baton_ring::give_way;
 use libc::c_int;
 use std::ptr::NonNull;
@@ -71,7 +75,12 @@ pub(crate) fn tcp(fd: c_int) -> Option<&'static Tcp> {
 fn entry(fd: c_int) -> Option<*mut u8> {
     let slot = TABLE.entries.get(fd as u32 as usize)?;
     let found = slot.load(Ordering::Acquire);
-    Some(if found as usize & CHANGING == 0 { found } else { settled(slot) })
+    let found = if found as usize & CHANGING == 0 { found } else { settled(slot) };
+    if !found.is_null() && process::is_child_of_vfork() {
+        vforks::restore(fd, file(found));
+        return None;
+    }
+    Some(found)
 }
 
 /// An entry once no other thread is changing it. If this thread is, its own mark: the descriptor counts as untracked.
@@ -98,12 +107,13 @@ fn mark() -> *mut u8 {
 pub(crate) struct TcpEntry(NonNull<u8>);
 
 impl TcpEntry {
-    /// That of a descriptor. None also while another thread changes what the descriptor refers to.
+    /// That of a descriptor. None also while another thread changes what the descriptor refers to, and where this may
+    /// be a child of vfork(2).
     #[inline(always)]
     pub fn of(fd: c_int) -> Option<TcpEntry> {
         let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
         // SAFETY: a pointer with the lowest bit set is not null.
-        (found as usize & 1 != 0).then(|| TcpEntry(unsafe { NonNull::new_unchecked(found) }))
+        (found as usize & 1 != 0 && !whole::has_vforked()).then(|| TcpEntry(unsafe { NonNull::new_unchecked(found) }))
     }
 
     /// The socket.
@@ -168,8 +178,11 @@ pub(crate) fn ring(fd: c_int) -> Option<&'static Ring> {
     }
 }
 
-/// Sets what a descriptor refers to; None if it is not tracked.
+/// Sets what a descriptor refers to; None if it is not tracked. Does nothing in a child of vfork(2).
 pub(crate) fn put(fd: c_int, file: Option<File>) {
+    if process::is_child_of_vfork() {
+        return;
+    }
     let value = match file {
         None => std::ptr::null_mut(),
         Some(File::Tcp(tcp)) => std::ptr::from_ref(tcp).cast_mut().cast::<u8>().wrapping_byte_add(1),
@@ -222,7 +235,8 @@ pub(crate) fn end() -> usize {
     END.load(Ordering::Relaxed)
 }
 
-/// All tracked descriptors from `first` to `last`, without those that are being changed.
+/// All tracked descriptors from `first` to `last`, without those that are being changed. In a child of vfork(2): those
+/// of its parent.
 pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)> {
     let end = END.load(Ordering::Acquire).min(last as usize + 1);
     (first as usize..end).filter_map(|at| Some((at as c_int, file(TABLE.entries.get(at)?.load(Ordering::Acquire))?)))
@@ -242,7 +256,7 @@ pub(crate) struct Change {
 }
 
 impl Change {
-    /// Begins to change a descriptor. None if it cannot be tracked.
+    /// Begins to change a descriptor. None if it cannot be tracked. Not for a child of vfork(2).
     pub fn begin(fd: c_int) -> Option<Change> {
         let slot = TABLE.entries.get(fd as u32 as usize)?;
         while !Change::replace(slot, settled(slot)) {}

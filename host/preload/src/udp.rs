@@ -12,7 +12,7 @@ use crate::process::{self, Session};
 use crate::sections::{self, Section};
 use crate::short_lock::{Held, ShortLock};
 use crate::whole::Whole;
-use crate::{connecting, io, leaving, real, table, thread, wait};
+use crate::{connecting, forks, io, leaving, real, table, tcp, thread, wait};
 use baton_client::Datagrams;
 use baton_ring::give_way;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
@@ -90,15 +90,30 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The UDP socket behind a descriptor.
+/// The UDP socket behind a descriptor. None in a child of vfork(2), as in [`crate::table`]: there it is restored.
 #[inline]
 pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
+    let found = entry(fd)?;
+    if process::is_child_of_vfork() {
+        found.leave_to_child(fd);
+        return None;
+    }
+    Some(found)
+}
+
+/// The entry of a descriptor; in a child of vfork(2): its parent's.
+#[inline]
+fn entry(fd: c_int) -> Option<&'static Udp> {
     let found = SOCKETS.get(fd as u32 as usize)?.load(Ordering::Acquire);
     // SAFETY: only pointers from `Box::leak` are stored, and nothing is ever freed.
     unsafe { found.as_ref() }
 }
 
+/// Sets the socket of a descriptor. Does nothing in a child of vfork(2).
 fn put(fd: c_int, udp: Option<&'static Udp>) {
+    if process::is_child_of_vfork() {
+        return;
+    }
     if let Some(slot) = SOCKETS.get(fd as u32 as usize) {
         if udp.is_some() {
             END.fetch_max(fd as u32 + 1, Ordering::AcqRel);
@@ -108,7 +123,7 @@ fn put(fd: c_int, udp: Option<&'static Udp>) {
 }
 
 fn all() -> impl Iterator<Item = (c_int, &'static Udp)> {
-    (0..END.load(Ordering::Acquire) as c_int).filter_map(|fd| Some((fd, of(fd)?)))
+    (0..END.load(Ordering::Acquire) as c_int).filter_map(|fd| Some((fd, entry(fd)?)))
 }
 
 /// A closed socket's place. One that a thread is still taking for the NIC stays in the pool: the thread sees that it
@@ -180,6 +195,15 @@ pub(crate) fn set_closed(number: c_int, left: Option<c_int>) {
 pub(crate) fn give_back(fd: c_int) {
     if let Some(udp) = of(fd) {
         udp.leave(true);
+    }
+}
+
+/// The same of those that a program inherits which is executed: their descriptors have no FD_CLOEXEC.
+pub(crate) fn give_back_inherited() {
+    for (fd, udp) in all().filter(|(_, udp)| udp.is_taken.load(Ordering::Acquire)) {
+        if forks::stays_open_over_exec(fd) {
+            udp.leave(true);
+        }
     }
 }
 
@@ -341,15 +365,32 @@ impl Udp {
     /// Gives the socket to the kernel for good, and with `replay` what is unread.
     fn leave(&self, replay: bool) {
         self.again.give_up();
-        if !self.is_taken.swap(false, Ordering::SeqCst) {
-            return;
-        }
         let errno = thread::errno();
-        let taken = locked(&self.taken).clone();
-        if let Some(taken) = taken {
-            taken.datagrams.end(&taken.session.shared, replay);
+        let was_taken = self.is_taken.swap(false, Ordering::SeqCst);
+        if was_taken {
+            let taken = locked(&self.taken).clone();
+            if let Some(taken) = taken {
+                taken.datagrams.end(&taken.session.shared, replay);
+            }
         }
-        drop_rings(locked(&self.taken).take());
+        // A child of vfork(2) would close its own copies of the descriptors. Its parent does it when it closes the
+        // socket.
+        if !process::is_child_of_vfork() {
+            // A thread that has the lock may be just taking the socket for the NIC: it sees that it was given up.
+            let taken = if was_taken { Some(locked(&self.taken)) } else { self.taken.try_lock().ok() };
+            drop_rings(taken.and_then(|mut taken| taken.take()));
+        }
+        thread::set_errno(errno);
+    }
+
+    /// Gives the socket to the kernel for good, with what is unread: a child of vfork(2) uses it by this descriptor,
+    /// unless that is something else for the child.
+    #[cold]
+    fn leave_to_child(&self, fd: c_int) {
+        let errno = thread::errno();
+        if tcp::protocol(fd) == Some(libc::IPPROTO_UDP) {
+            self.leave(true);
+        }
         thread::set_errno(errno);
     }
 

@@ -164,6 +164,15 @@ fn two_processes_share_a_connection_that_moves() {
     in_each("processes", &["fork", "_Fork", "clone", "spawn", "spawn, with actions", "vfork", "popen"], &[FLIPS]);
 }
 
+/// A child of vfork has its parent's memory, and descriptors of its own: a number that is a connection of the parent's
+/// may be a file of the child's, which it reads. That changes nothing for the parent. What the child uses or passes on
+/// is restored.
+#[test]
+fn a_child_of_vfork_has_descriptors_of_its_own() {
+    let cases = ["file", "file in place", "pipe", "socket", "pass on", "pass on a copy", "use"];
+    as_natively_while_moving("vforks", &cases);
+}
+
 /// posix_spawn(3) with file actions, none of which passes a connection on: it stays on the NIC.
 #[test]
 fn a_connection_that_a_started_program_does_not_get_stays() {

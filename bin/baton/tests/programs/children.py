@@ -1,5 +1,5 @@
 """A server whose children inherit its epoll set, as in redis: each closes its descriptors, or waits with the set, and ends. The parent
-still gets the events of its listener, of its connection, and of sets in its set. Usage: children.py [SECONDS SEED]
+still gets the events of its listener, of its connection, and of sets in its set. Programs that it starts meanwhile read what is unread. Usage: children.py [SECONDS SEED]
 
 Each kind of child ten times, or for so many seconds, drawn at random. Prints how many connections there were."""
 
@@ -7,6 +7,7 @@ import os
 import random
 import select
 import socket
+import subprocess
 import sys
 import time
 
@@ -71,6 +72,14 @@ def kinds():
         yield chance.choice(KINDS)
 
 
+def start_programs():
+    # The second one gets the connection as its standard input, with what is unread; the first one must leave that alone.
+    client.sendall(b"unread\n")
+    assert os.popen("head -n 1 < /dev/null").read() == ""
+    done = subprocess.run(["head", "-c", "7"], stdin=server, stdout=subprocess.PIPE, timeout=60)
+    assert done.stdout == b"unread\n", done
+
+
 made = 1
 for n, what in enumerate(kinds()):
     exchange(n % 100)
@@ -83,6 +92,7 @@ for n, what in enumerate(kinds()):
     if what is wait_with_it:
         expect(server.fileno())
         assert server.recv(1) == b"x"
+    start_programs()
     exchange(n % 100 + 100)
     another = socket.create_connection(listener.getsockname(), timeout=10)
     expect(listener.fileno())

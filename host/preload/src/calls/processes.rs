@@ -4,16 +4,11 @@ use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
 use crate::tcp::{self, START, Tcp};
+use crate::vforks::{before_exec, before_vfork};
 use crate::{epoll, filters, kernel_only, process, real, rings, table, thread, udp, unserved};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
-
-/// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
-extern "C-unwind" fn before_exec() {
-    let Some(_section) = Section::enter() else { return };
-    forks::stay_open(false).for_each(|tcp| tcp.give_back("exec", Until::Alone));
-}
 
 macro_rules! confines {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
@@ -122,7 +117,7 @@ pub unsafe extern "C-unwind" fn execveat(
 fn before_spawn(with_actions: bool) -> Vec<&'static Tcp> {
     let Some(_section) = Section::enter() else { return Vec::new() };
     let errno = thread::errno();
-    let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).collect();
+    let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).map(|(_, tcp)| tcp).collect();
     match process::session() {
         Some(session) => tcp::give_each_back(session, &passed, START, Until::Never),
         None => passed.iter().for_each(|tcp| tcp.give_back(START, Until::Never)),
@@ -131,6 +126,8 @@ fn before_spawn(with_actions: bool) -> Vec<&'static Tcp> {
         // A datagram socket can be among what they pass on, and so can a set.
         udp::give_everything_back();
         epoll::settle();
+    } else {
+        udp::give_back_inherited();
     }
     thread::set_errno(errno);
     passed
@@ -337,9 +334,12 @@ pub unsafe extern "C-unwind" fn clone(
     child: *mut c_void,
 ) -> c_int {
     if flags & libc::CLONE_VM != 0 {
-        if flags & libc::CLONE_THREAD == 0 {
-            // As vfork: the child has copies of the descriptors, which a program that it executes gets.
-            before_exec();
+        match flags & (libc::CLONE_THREAD | libc::CLONE_VFORK | libc::CLONE_FILES | libc::CLONE_SETTLS) {
+            libc::CLONE_VFORK => before_vfork(),
+            // Where a child runs beside its parent, or has other memory of threads, it cannot be told from its parent.
+            0 | libc::CLONE_SETTLS => process::close_for_good(Native::RawFork),
+            // It has its parent's descriptors.
+            _ => {}
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
@@ -494,11 +494,11 @@ uses_io_uring! {
 mod variadic {
     //! Functions that return twice, or take a variable number of arguments.
 
-    use super::{Strings, before_exec, execve, execvpe, starts};
+    use super::{Strings, before_vfork, execve, execvpe, starts};
     use libc::{c_char, c_int};
 
     crate::calls::jumps! {
-        vfork = c"vfork", VFORK, prepare_vfork(), before_exec();
+        vfork = c"vfork", VFORK, prepare_vfork(), before_vfork();
     }
 
     extern "C-unwind" fn list(path: *const c_char, arguments: Strings) -> c_int {
