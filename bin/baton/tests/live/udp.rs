@@ -169,6 +169,59 @@ fn a_socket_that_is_shut_down_ends_a_receive() {
     assert_eq!(in_time("a receive", move || lines.next()).expect("a line").expect("text"), "the end");
 }
 
+/// Echoes every datagram until there is a line on standard input. Then a program that gets the socket in a way which is
+/// its argument does it.
+const PASSES_ON: &str = "
+import os, select, socket, subprocess, sys
+way = sys.argv[2]
+program = '''
+import socket, sys
+one = socket.socket(fileno=int(sys.argv[1]))
+print('serves', flush=True)
+while True:
+    data, peer = one.recvfrom(65536)
+    if data == b'end': sys.exit()
+    one.sendto(data, peer)
+'''
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+one.bind((sys.argv[1], 7000))
+while True:
+    if sys.stdin in select.select([one, sys.stdin], [], [])[0]: break
+    data, peer = one.recvfrom(65536)
+    one.sendto(data, peer)
+run = [sys.executable, '-c', program]
+if way == 'input': sys.exit(subprocess.run(run + ['0'], stdin=one).returncode)
+one.set_inheritable(True)
+run.append(str(one.fileno()))
+if way == 'exec': os.execv(run[0], run)
+if way == 'spawn': sys.exit(os.waitpid(os.posix_spawn(run[0], run, os.environ), 0)[1])
+sys.exit(subprocess.run(run, close_fds=False).returncode)
+";
+
+/// Sends the datagram at which that program ends.
+const SEND_END: &str = "
+import socket, sys
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'end', (sys.argv[1], 7000))
+";
+
+/// A program that is executed gets a socket that the NIC has: from then on its datagrams come to the kernel's socket.
+#[test]
+fn a_socket_that_another_program_gets_is_the_kernels() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000).ip().to_string();
+    for way in ["input", "exec", "spawn", "inherited"] {
+        let before = count(&bed, Counter::DatagramsReceived);
+        let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", PASSES_ON, &at, way]);
+        exchange(&bed, &at, "");
+        assert!(count(&bed, Counter::DatagramsReceived) >= before + 200, "{way}");
+        writeln!(server.0.stdin.as_mut().expect("its input")).expect("a line");
+        assert_eq!(lines.next().expect("a line").expect("text"), "serves", "{way}");
+        exchange(&bed, &at, "");
+        assert!(on_b(&bed, &["python3", "-c", SEND_END, &at]).status.success());
+        assert!(in_time("its end", move || server.0.wait()).expect("its end").success(), "{way}");
+    }
+}
+
 /// With several workers datagrams come to sockets by whichever worker's bucket.
 #[test]
 fn datagrams_come_by_any_worker() {
