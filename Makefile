@@ -6,11 +6,12 @@ COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null |
 
 .PHONY: demo test check fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
 
-# The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
-# benches' build takes.
+# The demonstration compiles what it runs: neither the benches nor the simulator, and without the optimisation across crates that takes
+# half of the time of the benches' build. The command line is optimised, which it is not for the tests: the demonstration's server is in it.
 demo: dependencies
 	@echo "Compiling what the demonstration needs, without optimisation across crates (make build: with it, benches and all)"
-	$(CARGO) build --profile checked --locked -p baton -p baton-preload --no-default-features
+	$(CARGO) build --profile checked --locked -p baton -p baton-preload --no-default-features \
+	  --config profile.checked.package.baton.opt-level=3
 	target/checked/baton demo
 
 build: dependencies
