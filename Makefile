@@ -36,6 +36,8 @@ test: lint
 	$(call provider,checked)
 	timeout --foreground 1200 scripts/tests --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
+	$(CHECKED) lab all --quick --pictures target/figures >/dev/null
+	diff -r docs/papers/figures target/figures >/dev/null || { echo "docs/papers/figures is not what the models say now: make lab" >&2; exit 1; }
 	$(CHECKED) sim --seeds 0..30 --json
 	$(CHECKED) sim --exhaustive --stride 31 --json
 	tests/mpi/run.py --quick --mpi debian
@@ -130,11 +132,12 @@ sim: build
 	$(BATON) sim --exhaustive --json
 	scripts/sabotage
 
-# The papers' figures and tables on models that run the real code, as one page; and that models made wrong on purpose change what is reported.
+# The papers' figures and tables on models that run the real code, as one page, and as those of docs/papers/figures; and that models made
+# wrong on purpose change what is reported.
 lab: PROFILE ?= release
 lab:
 	$(CARGO) build --profile $(PROFILE) --locked -p baton --bins
-	target/$(PROFILE)/baton lab all --quick --output target/papers.html --pictures target/papers
+	target/$(PROFILE)/baton lab all --quick --output target/papers.html --pictures docs/papers/figures
 	target/$(PROFILE)/baton lab sabotage
 
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.

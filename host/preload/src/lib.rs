@@ -46,7 +46,6 @@ mod udp;
 mod unserved;
 #[cfg(target_arch = "x86_64")]
 mod unwinding;
-mod vforks;
 mod wait;
 mod waiter;
 mod waiting;

@@ -9,12 +9,12 @@
 //!
 //! A child of vfork(2) has this very table, its parent's, but descriptors of its own: it may close a number and open a
 //! file that gets it. So nothing is tracked for it, and it changes nothing here. A socket of its parent's that it uses
-//! or duplicates is restored first ([`vforks`](crate::vforks)).
+//! or duplicates is restored first ([`forks`](crate::forks)).
 
 use crate::epoll::Set;
 use crate::rings::Ring;
 use crate::tcp::Tcp;
-use crate::{process, vforks, whole};
+use crate::{forks, process, whole};
 use baton_ring::give_way;
 use libc::c_int;
 use std::ptr::NonNull;
@@ -77,7 +77,7 @@ fn entry(fd: c_int) -> Option<*mut u8> {
     let found = slot.load(Ordering::Acquire);
     let found = if found as usize & CHANGING == 0 { found } else { settled(slot) };
     if !found.is_null() && process::is_child_of_vfork() {
-        vforks::restore(fd, file(found));
+        forks::restore_for_child(fd, file(found));
         return None;
     }
     Some(found)

@@ -1,10 +1,9 @@
 //! Functions that start programs or enter seccomp: the connections are restored first.
 
-use crate::forks::{self, Start};
+use crate::forks::{self, Start, before_exec, before_vfork};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
 use crate::tcp::{self, START, Tcp};
-use crate::vforks::{before_exec, before_vfork};
 use crate::{epoll, filters, kernel_only, process, real, rings, table, thread, udp, unserved};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
