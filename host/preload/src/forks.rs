@@ -32,7 +32,7 @@ use crate::sections::{self, Section};
 use crate::short_lock::Held;
 use crate::tcp::Tcp;
 use crate::whole::MEMORY;
-use crate::{epoll, listening, lookout, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
+use crate::{epoll, listening, lookout, process, real, rings, signals, starts, table, tcp, thread, udp, waiter, whole};
 use baton_client::{KernelHold, is_in_kernel};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
@@ -330,7 +330,7 @@ pub(crate) fn restore_for_child(fd: c_int, file: Option<table::File>) {
 pub(crate) extern "C-unwind" fn before_exec() {
     let Some(_section) = Section::enter_anyhow() else { return };
     let errno = thread::errno();
-    let is_child = process::is_child_of_vfork();
+    let is_child = is_child_of_vfork();
     for (fd, tcp) in stay_open(false) {
         if !is_child || tcp::is_tcp(fd) {
             tcp.give_back(EXEC, Until::Alone);
@@ -340,10 +340,27 @@ pub(crate) extern "C-unwind" fn before_exec() {
     thread::set_errno(errno);
 }
 
-/// As [`before_exec`], for a child that the calling thread is about to make.
+/// Whether the calling thread is a child of vfork(2): what this library knows by descriptors is true for its parent's
+/// only.
+#[inline]
+pub(crate) fn is_child_of_vfork() -> bool {
+    whole::here().vforks.load(Ordering::Relaxed) > 0 && process::is_borrowed()
+}
+
+/// As [`before_exec`], for a child that the calling thread is about to make by vfork(2), which has its memory.
 pub(crate) extern "C-unwind" fn before_vfork() {
     before_exec();
-    process::note_vfork();
+    whole::here().vforks.fetch_add(1, Ordering::Relaxed);
+    table::forbid_fast();
+}
+
+/// The child has executed a program, or ended.
+pub(crate) extern "C-unwind" fn after_vfork() {
+    let vforks = &whole::here().vforks;
+    // Where a child that was killed had made one of its own, that one's are still counted.
+    let ended = if process::is_borrowed() { 1 } else { vforks.load(Ordering::Relaxed) };
+    vforks.fetch_sub(ended, Ordering::Relaxed);
+    table::allow_fast(ended);
 }
 
 #[cfg(test)]

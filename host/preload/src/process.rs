@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait, whole};
+use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
 use baton_abi::layout::session::{HEAP, MAX_CONNECTIONS};
 use baton_client::address_space::{self, RESERVE};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
@@ -424,28 +424,6 @@ pub(crate) fn is_mine() -> bool {
 pub(crate) fn is_borrowed() -> bool {
     let owner = OWNER.load(Ordering::Acquire);
     owner != 0 && owner != identity()
-}
-
-/// Whether the calling thread is a child of vfork(2): it has its parent's memory, and descriptors of its own. What this
-/// library knows by descriptors is true for the parent's only.
-#[inline(always)]
-pub(crate) fn is_child_of_vfork() -> bool {
-    whole::has_vforked() && is_child_still()
-}
-
-/// The child ends, or becomes another program, before its parent goes on: the mark is the parent's to take away.
-#[cold]
-fn is_child_still() -> bool {
-    let is_child = is_borrowed();
-    if !is_child {
-        whole::here().vforked.store(0, Ordering::Relaxed);
-    }
-    is_child
-}
-
-/// Notes that the calling thread is about to call vfork(2).
-pub(crate) fn note_vfork() {
-    whole::here().vforked.store(1, Ordering::Relaxed);
 }
 
 /// Whether a descriptor is this library's own.

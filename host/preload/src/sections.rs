@@ -6,7 +6,7 @@
 //! inside the library: every part of it that may make a system call of its own is a [`Section`]. A thread that makes
 //! the program's own call, and may sleep there, is in none.
 
-use crate::process;
+use crate::forks;
 use crate::signals::Mark;
 use crate::wait;
 use crate::whole::{self, Whole};
@@ -57,7 +57,7 @@ impl Section {
     /// vfork(2), which must change nothing of what the library knows of its parent.
     #[inline]
     pub fn enter() -> Option<Section> {
-        if process::is_child_of_vfork() { None } else { Section::enter_anyhow() }
+        if forks::is_child_of_vfork() { None } else { Section::enter_anyhow() }
     }
 
     /// As [`Section::enter`], also in a child of vfork(2): what it passes on to the program that it executes has to be

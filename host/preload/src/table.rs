@@ -14,11 +14,11 @@
 use crate::epoll::Set;
 use crate::rings::Ring;
 use crate::tcp::Tcp;
-use crate::{forks, process, whole};
+use crate::{forks, whole};
 use baton_ring::give_way;
 use libc::c_int;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicUsize, Ordering};
 
 /// What a descriptor refers to.
 #[derive(Clone, Copy)]
@@ -61,6 +61,14 @@ static COPY: Entries = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 /// Descriptors are tracked.
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
+/// What the number of a descriptor must be below for the fast path ([`TcpEntry`]): as many as can be tracked, less
+/// [`CHILD`] for each vfork(2) of this process that is under way. While there is a child that has this memory, no
+/// thread takes the fast path, which does not ask whose the descriptor is.
+static FAST_END: AtomicI64 = AtomicI64::new(SIZE as i64);
+
+/// More than there are descriptors.
+const CHILD: i64 = 1 << 32;
+
 /// One more than the highest descriptor ever tracked.
 static END: AtomicUsize = AtomicUsize::new(0);
 
@@ -76,7 +84,7 @@ fn entry(fd: c_int) -> Option<*mut u8> {
     let slot = TABLE.entries.get(fd as u32 as usize)?;
     let found = slot.load(Ordering::Acquire);
     let found = if found as usize & CHANGING == 0 { found } else { settled(slot) };
-    if !found.is_null() && process::is_child_of_vfork() {
+    if !found.is_null() && forks::is_child_of_vfork() {
         forks::restore_for_child(fd, file(found));
         return None;
     }
@@ -107,13 +115,18 @@ fn mark() -> *mut u8 {
 pub(crate) struct TcpEntry(NonNull<u8>);
 
 impl TcpEntry {
-    /// That of a descriptor. None also while another thread changes what the descriptor refers to, and where this may
-    /// be a child of vfork(2).
+    /// That of a descriptor. None also while another thread changes what the descriptor refers to, and while this
+    /// process has a child of vfork(2).
     #[inline(always)]
     pub fn of(fd: c_int) -> Option<TcpEntry> {
-        let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
+        let at = i64::from(fd as u32);
+        if at >= FAST_END.load(Ordering::Relaxed) {
+            return None;
+        }
+        // SAFETY: `FAST_END` is never more than the number of entries.
+        let found = unsafe { TABLE.entries.get_unchecked(at as usize) }.load(Ordering::Acquire);
         // SAFETY: a pointer with the lowest bit set is not null.
-        (found as usize & 1 != 0 && !whole::has_vforked()).then(|| TcpEntry(unsafe { NonNull::new_unchecked(found) }))
+        (found as usize & 1 != 0).then(|| TcpEntry(unsafe { NonNull::new_unchecked(found) }))
     }
 
     /// The socket.
@@ -180,7 +193,7 @@ pub(crate) fn ring(fd: c_int) -> Option<&'static Ring> {
 
 /// Sets what a descriptor refers to; None if it is not tracked. Does nothing in a child of vfork(2).
 pub(crate) fn put(fd: c_int, file: Option<File>) {
-    if process::is_child_of_vfork() {
+    if forks::is_child_of_vfork() {
         return;
     }
     let value = match file {
@@ -222,8 +235,21 @@ pub(crate) fn is_wiped() -> bool {
     BEGUN.load(Ordering::Relaxed) && !TABLE.is_whole.load(Ordering::Relaxed)
 }
 
+/// Keeps all threads off the fast path until as many calls of [`allow_fast`] have followed: a child of vfork(2) will
+/// have this memory.
+pub(crate) fn forbid_fast() {
+    FAST_END.fetch_sub(CHILD, Ordering::SeqCst);
+}
+
+/// Takes back so many calls of [`forbid_fast`].
+pub(crate) fn allow_fast(times: u32) {
+    FAST_END.fetch_add(i64::from(times) * CHILD, Ordering::SeqCst);
+}
+
 /// Takes the table back in a child. Takes no lock and no memory.
 pub(crate) fn restore() {
+    // A thread of the parent may have been in vfork(2).
+    FAST_END.store(SIZE as i64, Ordering::SeqCst);
     for (slot, copy) in TABLE.entries.iter().zip(&COPY).take(end()) {
         slot.store(copy.load(Ordering::Acquire), Ordering::Release);
     }

@@ -94,7 +94,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[inline]
 pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
     let found = entry(fd)?;
-    if process::is_child_of_vfork() {
+    if forks::is_child_of_vfork() {
         found.leave_to_child(fd);
         return None;
     }
@@ -111,7 +111,7 @@ fn entry(fd: c_int) -> Option<&'static Udp> {
 
 /// Sets the socket of a descriptor. Does nothing in a child of vfork(2).
 fn put(fd: c_int, udp: Option<&'static Udp>) {
-    if process::is_child_of_vfork() {
+    if forks::is_child_of_vfork() {
         return;
     }
     if let Some(slot) = SOCKETS.get(fd as u32 as usize) {
@@ -375,7 +375,7 @@ impl Udp {
         }
         // A child of vfork(2) would close its own copies of the descriptors. Its parent does it when it closes the
         // socket.
-        if !process::is_child_of_vfork() {
+        if !forks::is_child_of_vfork() {
             // A thread that has the lock may be just taking the socket for the NIC: it sees that it was given up.
             let taken = if was_taken { Some(locked(&self.taken)) } else { self.taken.try_lock().ok() };
             drop_rings(taken.and_then(|mut taken| taken.take()));

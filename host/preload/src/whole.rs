@@ -42,9 +42,9 @@ pub(crate) struct Here {
     pub sections: AtomicU32,
     /// Number of locks that it has or waits for ([`crate::short_lock`]).
     pub short_locks: AtomicU32,
-    /// Not 0 if the thread has called vfork(2), and this may be the child, which uses the thread's memory
-    /// ([`crate::process::is_child_of_vfork`]).
-    pub vforked: AtomicU32,
+    /// How many vfork(2) of this thread, or of its children by it, are under way: while it is not 0 what runs here is a
+    /// child, which uses the thread's memory ([`crate::forks`]).
+    pub vforks: AtomicU32,
     /// The number of a deferred signal that is kept here instead of in the kernel's queue, or 0, and its description.
     pub kept: AtomicI32,
     pub description: UnsafeCell<MaybeUninit<siginfo_t>>,
@@ -111,36 +111,12 @@ pub(crate) fn here<'a>() -> &'a Here {
         stack: [const { AtomicUsize::new(0) }; 2],
         sections: AtomicU32::new(0),
         short_locks: AtomicU32::new(0),
-        vforked: AtomicU32::new(0),
+        vforks: AtomicU32::new(0),
         kept: AtomicI32::new(0),
         description: UnsafeCell::new(MaybeUninit::uninit()),
     } });
     // SAFETY: it lives as long as the thread, and has no destructor.
     HERE.with(|here| unsafe { &*std::ptr::from_ref(here) })
-}
-
-/// Whether the calling thread has called vfork(2) since it last found that it is not the child.
-#[inline(always)]
-pub(crate) fn has_vforked() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let vforked: u32;
-        // SAFETY: reads the thread's own `Here::vforked`.
-        unsafe {
-            std::arch::asm!(
-                "mov {:e}, dword ptr fs:[{} + {at}]",
-                out(reg) vforked,
-                in(reg) offset(),
-                at = const std::mem::offset_of!(Here, vforked),
-                options(nostack, preserves_flags, readonly)
-            );
-        }
-        vforked != 0
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        here().vforked.load(RELAXED) != 0
-    }
 }
 
 /// Enters a part; [`end`] must follow.

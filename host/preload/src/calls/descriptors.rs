@@ -8,7 +8,7 @@ use crate::table::{self, Change, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::whole::Whole;
-use crate::{faults, leaving, options, process, real, udp, unserved, worth};
+use crate::{faults, forks, leaving, options, process, real, udp, unserved, worth};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
@@ -288,7 +288,7 @@ fn leave_file(fd: c_int, file: Option<File>) -> Option<Change> {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
-    if process::is_child_of_vfork() {
+    if forks::is_child_of_vfork() {
         // Its own copies only. It may restore a connection before it executes a program.
         // SAFETY: the program's own arguments (`# Safety`).
         return if process::is_ours(fd) { fail(libc::EBADF) as c_int } else { unsafe { real::close(fd) } };
@@ -318,7 +318,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
     let _whole = Whole::begin();
     let mut _changes = Vec::new();
-    if flags & CLOSE_RANGE_CLOEXEC == 0 && !process::is_child_of_vfork() {
+    if flags & CLOSE_RANGE_CLOEXEC == 0 && !forks::is_child_of_vfork() {
         let known = table::known(first, last).collect::<Vec<_>>();
         _changes = known.into_iter().filter_map(|(fd, file)| leave_file(fd, Some(file))).collect();
         udp::close_range(first, last);
@@ -329,7 +329,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     }
     let mut from = first;
     // A child of vfork(2) may restore a connection by them before it executes a program.
-    let keeps = process::is_mine() || process::is_child_of_vfork();
+    let keeps = process::is_mine() || forks::is_child_of_vfork();
     let next = |from: c_uint| c_int::try_from(from).ok().filter(|_| keeps).and_then(process::next_of_ours);
     while let Some(ours) = next(from).map(|fd| fd as c_uint).filter(|ours| *ours <= last) {
         if ours > from {
@@ -443,7 +443,7 @@ pub unsafe extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_in
 /// dup2(2) and dup3(2), by `native`.
 fn put_in_place(fd: c_int, to: c_int, native: impl FnOnce() -> c_int) -> c_int {
     // What a child of vfork(2) replaces is its own copy.
-    if fd == to || !is_tracked(fd) && (process::is_child_of_vfork() || !is_tracked(to)) {
+    if fd == to || !is_tracked(fd) && (forks::is_child_of_vfork() || !is_tracked(to)) {
         return native();
     }
     let _whole = Whole::begin();

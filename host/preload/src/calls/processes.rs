@@ -1,6 +1,6 @@
 //! Functions that start programs or enter seccomp: the connections are restored first.
 
-use crate::forks::{self, Start, before_exec, before_vfork};
+use crate::forks::{self, Start, after_vfork, before_exec, before_vfork};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
 use crate::tcp::{self, START, Tcp};
@@ -333,12 +333,21 @@ pub unsafe extern "C-unwind" fn clone(
     child: *mut c_void,
 ) -> c_int {
     if flags & libc::CLONE_VM != 0 {
-        match flags & (libc::CLONE_THREAD | libc::CLONE_VFORK | libc::CLONE_FILES | libc::CLONE_SETTLS) {
-            libc::CLONE_VFORK => before_vfork(),
-            // Where a child runs beside its parent, or has other memory of threads, it cannot be told from its parent.
-            0 | libc::CLONE_SETTLS => process::close_for_good(Native::RawFork),
-            // It has its parent's descriptors.
-            _ => {}
+        let has = |flag| flags & flag != 0;
+        if has(libc::CLONE_THREAD) {
+            // It is no process of its own.
+        } else if has(libc::CLONE_FILES) {
+            // It has its parent's descriptors, which a program that it executes gets.
+            before_exec();
+        } else if has(libc::CLONE_VFORK) && !has(libc::CLONE_SETTLS) {
+            before_vfork();
+            // SAFETY: the program's own arguments (`# Safety`).
+            let made = unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
+            after_vfork();
+            return made;
+        } else {
+            // One that runs beside its parent, or has other memory of threads, cannot be told from its parent.
+            process::close_for_good(Native::RawFork);
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
@@ -493,11 +502,57 @@ uses_io_uring! {
 mod variadic {
     //! Functions that return twice, or take a variable number of arguments.
 
-    use super::{Strings, before_vfork, execve, execvpe, starts};
+    use super::{Strings, after_vfork, before_vfork, execve, execvpe, starts, thread};
     use libc::{c_char, c_int};
 
-    crate::calls::jumps! {
-        vfork = c"vfork", VFORK, prepare_vfork(), before_vfork();
+    /// Intercepts the C library's `vfork`. It makes the system call itself, since it has something to do when the child
+    /// is gone. The child returns first, and may write to the stack from here on: what its parent needs after it is in
+    /// registers, of which each process has its own.
+    ///
+    /// # Safety
+    /// As for the C library's function.
+    #[unsafe(no_mangle)]
+    #[unsafe(naked)]
+    pub unsafe extern "C" fn vfork() -> libc::pid_t {
+        std::arch::naked_asm!(
+            ".cfi_startproc",
+            "sub rsp, 8",
+            ".cfi_adjust_cfa_offset 8",
+            "call {before}",
+            "add rsp, 8",
+            ".cfi_adjust_cfa_offset -8",
+            // The system call leaves rdi as it is. 16 is the number of the return address for those who unwind the
+            // stack, 5 is rdi.
+            "pop rdi",
+            ".cfi_adjust_cfa_offset -8",
+            ".cfi_register 16, 5",
+            "mov eax, {vfork}",
+            "syscall",
+            "push rdi",
+            ".cfi_adjust_cfa_offset 8",
+            ".cfi_offset 16, -8",
+            "test eax, eax",
+            "jz 2f",
+            "push rax",
+            ".cfi_adjust_cfa_offset 8",
+            "call {after}",
+            "mov rdi, [rsp]",
+            "call {result}",
+            "add rsp, 8",
+            ".cfi_adjust_cfa_offset -8",
+            "2:",
+            "ret",
+            ".cfi_endproc",
+            before = sym before_vfork,
+            after = sym after_vfork,
+            result = sym vfork_result,
+            vfork = const libc::SYS_vfork,
+        )
+    }
+
+    /// What the C library's function returns for this result of the system call.
+    extern "C-unwind" fn vfork_result(made: libc::c_long) -> libc::pid_t {
+        if made < 0 { thread::fail(-made as c_int) as libc::pid_t } else { made as libc::pid_t }
     }
 
     extern "C-unwind" fn list(path: *const c_char, arguments: Strings) -> c_int {
