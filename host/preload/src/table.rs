@@ -120,6 +120,20 @@ impl TcpEntry {
     #[inline(always)]
     pub fn of(fd: c_int) -> Option<TcpEntry> {
         let at = i64::from(fd as u32);
+        // As `at >= FAST_END.load(RELAXED)`, for which the compiler loads the number into a register first.
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: reads a number of this library's own.
+        unsafe {
+            std::arch::asm!(
+                "cmp {}, qword ptr [rip + {}]",
+                "jge {}",
+                in(reg) at,
+                sym FAST_END,
+                label { return None },
+                options(nostack)
+            );
+        }
+        #[cfg(not(target_arch = "x86_64"))]
         if at >= FAST_END.load(Ordering::Relaxed) {
             return None;
         }
