@@ -261,12 +261,13 @@ impl Agent {
     }
 
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel, which makes the
-    /// connections of listeners, and has datagrams, while there are any.
+    /// connections of listeners, opens others, and has datagrams, while there are any.
     pub(crate) fn policies_changed(&mut self) {
         if self.guards.policies_changed() {
             self.known.discard();
             self.follow_listeners();
             self.follow_datagrams();
+            self.open_all_in_kernel();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
             self.follow_datagram_ways(|_| true);

@@ -17,6 +17,7 @@ use crate::session::Host;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_core::Taken;
 use baton_handoff::examine::system;
+use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::Foreign;
 use baton_linux::{rtnetlink, socket};
 use baton_moves::Refusal;
@@ -373,7 +374,12 @@ impl Agent {
         self.on_shared(session, &fd, examine, move |agent, seen| {
             let Some(socket) = agent.datagrams.by_id.get_mut(&id) else { return };
             socket.is_examined = false;
-            if seen.and_then(|seen| agent.serve_datagrams(id, seen, None)).is_err() {
+            let served = seen.and_then(|seen| {
+                let served = agent.serve_datagrams(id, seen, None);
+                agent.looks.unread.note(&served, monotonic_micros());
+                served
+            });
+            if served.is_err() {
                 agent.return_datagrams(id);
             }
         });
@@ -500,9 +506,10 @@ impl Agent {
     /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton
     /// ends: those that the NIC cannot have are the kernel's until it can.
     pub(crate) fn follow_datagrams(&mut self) {
-        let can = self.can_open().is_ok();
+        let can = self.can_open();
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
-            if can {
+            self.looks.unread.note(&can, monotonic_micros());
+            if can.is_ok() {
                 self.examine_datagrams(id);
             } else {
                 self.return_datagrams(id);

@@ -694,9 +694,11 @@ impl Agent {
     /// Examines all listeners anew, since the host's addresses or rules have changed: those that the NIC cannot serve
     /// any more are the kernel's until it can.
     pub(crate) fn follow_listeners(&mut self) {
-        let can = self.can_open().is_ok();
+        let can = self.can_open();
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
-            if !can || self.serve_listener(id).is_err() {
+            let served = can.clone().and_then(|()| self.serve_listener(id));
+            self.looks.unread.note(&served, monotonic_micros());
+            if served.is_err() {
                 self.withdraw(id);
             }
         }
@@ -726,7 +728,9 @@ impl Agent {
             if let Some(listener) = self.listeners.by_id.get_mut(&id) {
                 listener.waiting = held;
             }
-            if let Err(refusal) = self.can_open().and_then(|()| self.serve_listener(id)) {
+            let served = self.can_open().and_then(|()| self.serve_listener(id));
+            self.looks.unread.note(&served, monotonic_micros());
+            if let Err(refusal) = served {
                 info!([nic = nic] "the NIC does not serve a listener any more, the kernel does: {refusal}");
                 self.withdraw(id);
             }

@@ -17,6 +17,7 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
 use baton_linux::{route::Routing, rtnetlink, socket};
 use baton_moves::{Event, Refusal};
+use baton_supervision::Retry;
 use std::collections::HashSet;
 use std::io;
 use std::net::IpAddr;
@@ -48,6 +49,45 @@ const ROUTES_PART: u64 = 10;
 /// Longest time without such lookups, in microseconds: routes that change all the time take the agent's time, too, and
 /// connections would go on sending packets that are too big.
 const LONGEST_ROUTES_REST: u64 = 60_000_000;
+
+/// Longest pause before rules and addresses that could not be read are read again, and the time without such a failure
+/// after which pauses are short again; in microseconds.
+const LONGEST_UNREAD: u64 = 10_000_000;
+const FORGIVEN: u64 = 60_000_000;
+
+/// Whether the kernel's rules and addresses could not be read when listeners and UDP sockets were examined. The kernel
+/// has these meanwhile, and no notification says that reading would succeed: they are examined again after pauses that
+/// double.
+#[derive(Default)]
+pub(crate) struct Unread {
+    /// Time of the next try; 0 if none is due. And of the last failure.
+    due: u64,
+    failed: u64,
+    pauses: Retry,
+}
+
+impl Unread {
+    /// Notes what an examination has found. The kernel's refusal of a call says nothing of what the call asks for.
+    pub fn note(&mut self, found: &Result<(), Refusal>, now: u64) {
+        if self.due != 0 || !matches!(found, Err(Refusal::System(..))) {
+            return;
+        }
+        if now.saturating_sub(self.failed) > FORGIVEN {
+            self.pauses.clear();
+        }
+        self.failed = now;
+        self.due = now + self.pauses.refused(LONGEST_UNREAD);
+    }
+
+    /// Takes the next try, if it is due.
+    fn take(&mut self, now: u64) -> bool {
+        let is_due = self.due != 0 && now >= self.due;
+        if is_due {
+            self.due = 0;
+        }
+        is_due
+    }
+}
 
 /// Times of the next polls, and what they cover.
 #[derive(Default)]
@@ -81,6 +121,7 @@ pub(crate) struct Looks {
     messages_from: u32,
     /// Pages to be returned that no connection has any more.
     pub returns: Returns,
+    pub unread: Unread,
 }
 
 impl Looks {
@@ -89,8 +130,9 @@ impl Looks {
         if self.ways || self.hosts || self.datagram_ways {
             return Some(Duration::ZERO);
         }
-        let due = [self.due, self.routes_due, self.sockets_due, self.returns.due].into_iter().filter(|due| *due != 0).min()?;
-        Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
+        let due = [self.due, self.routes_due, self.sockets_due, self.returns.due, self.unread.due];
+        let first = due.into_iter().filter(|due| *due != 0).min()?;
+        Some(Duration::from_micros(first.saturating_sub(monotonic_micros())))
     }
 
     /// Starts polling when a connection moves to the NIC. True if it is the first.
@@ -228,6 +270,10 @@ impl Agent {
             self.looks.ways |= self.follow_next_ways();
             self.looks.note_routes(begun, monotonic_micros());
         }
+        if self.looks.unread.take(now) {
+            self.follow_listeners();
+            self.follow_datagrams();
+        }
         let is_due = |at: u64| at != 0 && now >= at;
         // Also while there are only listeners: the NIC makes connections for them.
         if (is_due(self.looks.due) || is_due(self.looks.sockets_due)) && self.guards.tables_changed() {
@@ -360,6 +406,31 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the kernel has could not be read: it is tried again, each time after twice as long while that goes on. What
+    /// was read, and forbids something, changes with a notification.
+    #[test]
+    fn what_could_not_be_read_is_tried_again() {
+        let failed = || Err(Refusal::System("XFRM_MSG_GETPOLICY", "Interrupted system call".into()));
+        let mut unread = Unread::default();
+        unread.note(&Ok(()), 1_000);
+        unread.note(&Err(Refusal::Policy), 1_000);
+        assert!(!unread.take(u64::MAX), "all was read");
+        let (mut now, mut pauses) = (1_000, Vec::new());
+        for _ in 0..11 {
+            // Of several listeners.
+            unread.note(&failed(), now);
+            unread.note(&failed(), now + 1);
+            pauses.push((unread.due - now) / 1_000);
+            assert!(!unread.take(unread.due - 1));
+            now = unread.due;
+            assert!(unread.take(now) && !unread.take(now));
+        }
+        assert_eq!(pauses, [20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10_000, 10_000]);
+        now += FORGIVEN;
+        unread.note(&failed(), now);
+        assert_eq!(unread.due, now + 20_000, "it is another failure");
+    }
 
     /// However often somebody says that packets were too big, others are served for nine tenths of the time.
     #[test]

@@ -1,6 +1,6 @@
 //! Connections that a program under full offload opens, and how that fails.
 
-use super::{bed, connections, count, on_b, start_printing, statistics, wait_until};
+use super::{bed, connections, count, on_a, on_b, start_printing, statistics, wait_until};
 use crate::common::{hosts, kernel_repeats};
 use crate::scratch::{script, text};
 use baton_abi::layout::Counter;
@@ -16,6 +16,7 @@ in_both_shapes! {
     a_socket_that_was_refused_connects_again
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
+    an_ipsec_policy_leaves_what_the_nic_is_opening_to_the_kernel
     the_hosts_retransmissions_are_those_of_what_the_nic_opens
     an_idle_window_is_the_hosts_where_the_nic_opens_a_connection
 }
@@ -360,27 +361,62 @@ fn what_a_dead_agent_was_opening_can_be_opened_again(beside: bool) {
     let _listener = bed.host_b.run(|| TcpListener::bind(peer)).expect("a listener");
     // The kernel knows the neighbour from then on.
     drop(bed.host_a.run(|| TcpStream::connect(peer)).expect("a connection"));
-    let nft = |line: &str| {
-        let words: Vec<&str> = ["nft"].into_iter().chain(line.split(' ')).collect();
-        let done = on_b(&bed, &words);
-        assert!(done.status.success(), "{line}: {}", text(&done.stderr));
-    };
-    nft("add table inet wall");
-    nft("add chain inet wall in { type filter hook input priority 0 ; }");
-    nft("add rule inet wall in tcp dport 6004 drop");
+    put_wall_up(&bed);
     let [from, to] = [address_a(false), address_b(false)].map(|address| address.to_string());
     let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", AGAIN, &from, &to]);
     let mut said = || lines.next().and_then(Result::ok);
     assert_eq!(said().as_deref(), Some("begun"));
-    let opens = || connections(&bed).iter().any(|one| one.peer.ends_with(":6004") && one.made_by == Place::Nic);
-    wait_until("the NIC opens it", opens);
+    wait_until("the NIC opens it", || is_opened_by(&bed, Place::Nic));
     let first = statistics(&bed);
     process::signal(first.agent_process, libc::SIGKILL).expect("a signal");
     wait_until("the next NIC", || {
         let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
         matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
     });
-    nft("delete table inet wall");
+    nft_on_b(&bed, "delete table inet wall");
     writeln!(program.0.stdin.as_mut().expect("its input"), "go on").expect("it reads");
     assert_eq!(said().as_deref(), Some("open"));
+}
+
+/// Connects, and is patient.
+const CONNECT: &str = "
+import socket, sys
+one = socket.create_connection((sys.argv[1], 6004), 60)
+print('open', flush=True)
+sys.stdin.readline()
+";
+
+/// An IPsec policy comes while the NIC opens a connection: only the kernel can ask it about the first packets, so it
+/// opens the connection.
+fn an_ipsec_policy_leaves_what_the_nic_is_opening_to_the_kernel(beside: bool) {
+    let bed = bed(beside);
+    let peer = SocketAddr::new(address_b(false), 6004);
+    let _listener = bed.host_b.run(|| TcpListener::bind(peer)).expect("a listener");
+    // The kernel knows the neighbour from then on.
+    drop(bed.host_a.run(|| TcpStream::connect(peer)).expect("a connection"));
+    put_wall_up(&bed);
+    let (_program, mut lines) = start_printing(&bed, &["python3", "-c", CONNECT, &peer.ip().to_string()]);
+    wait_until("the NIC opens it", || is_opened_by(&bed, Place::Nic));
+    on_a(&bed, "ip xfrm policy add dir in src 10.99.0.0/16 dst 0.0.0.0/0 action block");
+    wait_until("the kernel opens it", || is_opened_by(&bed, Place::Kernel));
+    nft_on_b(&bed, "delete table inet wall");
+    assert_eq!(lines.next().and_then(Result::ok).as_deref(), Some("open"));
+}
+
+/// Has host B drop what comes to port 6004.
+fn put_wall_up(bed: &Testbed) {
+    nft_on_b(bed, "add table inet wall");
+    nft_on_b(bed, "add chain inet wall in { type filter hook input priority 0 ; }");
+    nft_on_b(bed, "add rule inet wall in tcp dport 6004 drop");
+}
+
+fn nft_on_b(bed: &Testbed, line: &str) {
+    let words: Vec<&str> = ["nft"].into_iter().chain(line.split(' ')).collect();
+    let done = on_b(bed, &words);
+    assert!(done.status.success(), "{line}: {}", text(&done.stderr));
+}
+
+/// Whether a connection to port 6004 is opened here.
+fn is_opened_by(bed: &Testbed, place: Place) -> bool {
+    connections(bed).iter().any(|one| one.peer.ends_with(":6004") && one.made_by == place)
 }
