@@ -9,7 +9,7 @@
 //! process which waits in a set accepts one of those.
 
 use crate::again::Again;
-use crate::epoll::File;
+use crate::epoll::{File, Set};
 use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::{Held, ShortLock};
@@ -85,8 +85,11 @@ fn ask(tcp: &'static Tcp, fd: c_int) -> Option<&'static Queue> {
     let listened = session.and_then(|session| Some((session, session.shared.listen(borrowed).ok()?)));
     match listened {
         Some((session, (listener, queue))) => {
-            tcp.asking.again.reset();
             begin(tcp, session, listener, queue);
+            if !tcp.asking.again.succeed() {
+                // Another thread has left it to the kernel meanwhile.
+                close(tcp);
+            }
         }
         None => tcp.asking.again.pause(),
     }
@@ -160,6 +163,13 @@ pub(crate) fn close(tcp: &Tcp) {
         let _ = queue.session.shared.stop_listening(queue.listener);
         thread::set_errno(errno);
     }
+}
+
+/// Leaves a socket's connections to the kernel for good: what waits for them is not this process's alone, or does not
+/// go through this library, so that nobody would have it watch a queue. Also of one that does not listen yet.
+pub(crate) fn leave_for_good(tcp: &Tcp) {
+    tcp.asking.again.give_up();
+    close(tcp);
 }
 
 fn listeners() -> impl Iterator<Item = &'static Tcp> {
@@ -320,16 +330,27 @@ pub(crate) fn queues(fds: &[pollfd]) -> Vec<(usize, c_int)> {
     listeners.filter_map(queue).collect()
 }
 
-/// Makes an epoll set watch a listener's queue as it watches the listener.
+/// Makes an epoll set watch a listener's queue as it watches the listener. In a set that other processes have, too, the
+/// listener is the kernel's.
 ///
 /// # Safety
 /// As epoll_ctl(2).
 pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) {
-    let Some(tcp) = table::tcp(fd).filter(|tcp| tcp.listens()) else { return };
+    let Some(tcp) = table::tcp(fd) else { return };
+    if process::is_mine() && table::set_of(set).is_some_and(Set::is_inherited) {
+        // The queue would be watched there for other processes, too, and the next one, of the next session, not at all.
+        if operation != libc::EPOLL_CTL_DEL {
+            leave_for_good(tcp);
+        }
+        return;
+    }
+    if !tcp.listens() {
+        return;
+    }
     let queue = if operation == libc::EPOLL_CTL_DEL { tcp.queue() } else { queue_of(tcp, fd) };
     let Some(queue) = queue else { return };
     let errno = thread::errno();
-    if let Some(set) = table::set_of(set).filter(|set| !set.is_inherited() && process::is_mine()) {
+    if let Some(set) = table::set_of(set).filter(|_| process::is_mine()) {
         // What is watched beside a listener changes, and goes, with the listener.
         set.with_interest(|interest, kernel| {
             if let Some(slot) = interest.find(fd, File::Tcp(tcp)) {

@@ -12,7 +12,7 @@ use crate::epoll::{File, Kernel, Set, locked};
 use crate::process::{self, Session};
 use crate::tcp::Tcp;
 use crate::waiter::Waiters;
-use crate::{real, table, thread, wait};
+use crate::{listening, real, table, thread, wait};
 use baton_abi::layout::Owner;
 use baton_client::Readiness;
 use baton_protocol::program::Until;
@@ -161,7 +161,10 @@ pub(crate) fn share(set: &'static Set) {
     let files: Vec<File> = locked(&set.inner).interest.files().map(|(_, file)| file).collect();
     for file in files {
         match file {
-            File::Tcp(tcp) => tcp.give_back("epoll set of several processes", Until::Never),
+            File::Tcp(tcp) => {
+                tcp.give_back("epoll set of several processes", Until::Never);
+                listening::leave_for_good(tcp);
+            }
             File::Set(inner) => share(inner),
         }
     }

@@ -282,7 +282,7 @@ fn leave_to_kernel(fd: c_int) {
     match table::get(fd) {
         Some(File::Tcp(tcp)) => {
             tcp.give_back(CAUSE, Until::Never);
-            listening::close(tcp);
+            listening::leave_for_good(tcp);
         }
         Some(File::Set(set)) => {
             // It is waited for where no library sees it.

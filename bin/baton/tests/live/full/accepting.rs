@@ -1,6 +1,8 @@
 //! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
 
-use super::{ECHO, address, bed, connect, count, exchange, on_demand, start, start_printing, wait_for_server, wait_until};
+use super::{
+    ECHO, address, bed, connect, count, exchange, made_by_nic, on_demand, start, start_printing, wait_for_server, wait_until,
+};
 use crate::common::{answered, hosts};
 use crate::entries::PYTHON;
 use crate::fuse::{FuseFile, READ};
@@ -25,6 +27,7 @@ in_both_shapes! {
     an_agent_may_die_while_a_program_accepts
     a_program_that_is_closed_for_good_accepts_what_the_nic_makes
     bytes_without_connections_hide_no_client
+    a_listener_in_a_set_that_is_passed_on_is_the_kernels
     a_read_that_does_not_end_holds_up_no_agent
 }
 
@@ -229,6 +232,40 @@ fn bytes_without_connections_hide_no_client(beside: bool) {
     client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
     client.write_all(&[7]).and_then(|()| client.read_exact(&mut [0])).expect("the echo");
     assert_eq!(count(&bed, Counter::Made), made + 1);
+}
+
+/// Echoes what one client after the other sends. When it is told to, it passes its set on in a message.
+const PASSES_SET_ON: &str = "
+import select, socket, sys
+listener = socket.create_server(('', 7000), backlog=20)
+listener.setblocking(False)
+epoll = select.epoll()
+for one in listener, sys.stdin: epoll.register(one, select.EPOLLIN)
+ours, theirs = socket.socketpair()
+while True:
+    for fd, _ in epoll.poll():
+        if fd == sys.stdin.fileno():
+            sys.stdin.readline()
+            socket.send_fds(ours, [b'set'], [epoll.fileno()])
+            print('passed on', flush=True)
+            continue
+        try: client = listener.accept()[0]
+        except BlockingIOError: continue
+        while data := client.recv(65536): client.sendall(data)
+        client.close()
+";
+
+/// A set with a listener is passed on. Nobody could have it watch the queue that the next agent gives the program, so
+/// the kernel makes the listener's connections from then on.
+fn a_listener_in_a_set_that_is_passed_on_is_the_kernels(beside: bool) {
+    let (bed, at) = (bed(beside), address(false, 7000));
+    let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", PASSES_SET_ON]);
+    wait_for_server(&bed, at);
+    assert_eq!(made_by_nic(&bed, at), Some(true));
+    program.0.stdin.as_mut().expect("its input").write_all(b"\n").expect("a line");
+    assert_eq!(lines.next().expect("a line").expect("text"), "passed on");
+    wait_until("the kernel's connections", || made_by_nic(&bed, at) == Some(false));
+    (1..4).for_each(|byte| exchange(&connect(&bed, at).expect("a client"), byte));
 }
 
 /// Reads from its standard input into memory that does not come.
