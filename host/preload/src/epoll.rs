@@ -11,7 +11,7 @@
 
 mod own;
 
-use self::own::{bell_data, end_data, is_own, keep, wake_data};
+use self::own::{bell_data, end_data, is_own, only_programs, wake_data};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
@@ -25,7 +25,7 @@ use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// The program's own call, which writes events there, with a limit in microseconds.
 type Native<'a> = &'a dyn Fn(&mut [epoll_event], Option<u64>) -> c_int;
@@ -60,6 +60,7 @@ pub(crate) struct Inner {
 }
 
 /// An epoll set. Never freed; reused for one descriptor after another.
+#[derive(Default)]
 #[repr(align(64))]
 pub(crate) struct Set {
     pub inner: Mutex<Inner>,
@@ -70,8 +71,11 @@ pub(crate) struct Set {
     pub sleepers: AtomicU32,
     /// Who polls the set itself, or has it in another set.
     pub watchers: readiness::Watchers,
-    /// The set belongs to the process from which this one was forked, or to several.
+    /// The set belongs to the process from which this one was forked, or to several. A thread of the parent's may have
+    /// held its locks during the fork, and they are never released here then.
     inherited: AtomicBool,
+    /// It is so with `inner`: nothing is known of the set.
+    unknown: AtomicBool,
     pub fds: Mutex<Vec<c_int>>,
 }
 
@@ -120,18 +124,7 @@ fn known_set(epfd: c_int) -> &'static Set {
     if let Some(set) = table::set_of(epfd) {
         return set;
     }
-    let set = POOL.lock().pop().unwrap_or_else(|| {
-        Box::leak(Box::new(Set {
-            inner: Mutex::default(),
-            marked: Mutex::default(),
-            any_marked: AtomicBool::new(false),
-            wake: Wake::default(),
-            sleepers: AtomicU32::new(0),
-            watchers: readiness::Watchers::default(),
-            inherited: AtomicBool::new(false),
-            fds: Mutex::default(),
-        }))
-    });
+    let set = POOL.lock().pop().unwrap_or_else(|| Box::leak(Box::<Set>::default()));
     *locked(&set.fds) = vec![epfd];
     table::put(epfd, Some(table::File::Set(set)));
     set
@@ -250,6 +243,8 @@ impl World for Kernel {
 impl Set {
     /// Notes that it is the parent's, in a child.
     pub fn inherit(&self) {
+        let is_held = matches!(self.inner.try_lock(), Err(TryLockError::WouldBlock));
+        self.unknown.store(is_held, Ordering::Relaxed);
         self.inherited.store(true, Ordering::Relaxed);
     }
 
@@ -402,6 +397,9 @@ impl Set {
 
     /// Gives the kernel the program's own registration of a socket under this descriptor.
     pub fn release_number(&'static self, fd: c_int, tcp: &'static Tcp) {
+        if self.is_inherited() {
+            return;
+        }
         let slot = locked(&self.inner).interest.find(fd, File::Tcp(tcp));
         if let Some(slot) = slot {
             tcp.remove_set(self, slot);
@@ -411,10 +409,10 @@ impl Set {
 
     /// Makes every registration the program's own, and stops tracking the set: it is waited for past this library.
     pub fn leave_to_kernel(&'static self) {
-        let fds = locked(&self.fds).clone();
         if self.is_inherited() {
             return;
         }
+        let fds = locked(&self.fds).clone();
         if let (Some(epfd), Some(session)) = (fds.first(), process::session()) {
             self.leave(session, *epfd);
         }
@@ -573,7 +571,7 @@ impl Set {
                     session = still;
                     match Section::enter() {
                         Some(again) => section = again,
-                        None => return only_programs(out, got, deadline, native),
+                        None => return go_on(out, got, deadline, native, programs_own),
                     }
                     readiness::pass_on(session);
                     got
@@ -584,8 +582,10 @@ impl Set {
                 if self.is_inherited() {
                     // It was passed on. Or a handler has made this child: what was found in the set is its parent's.
                     drop(section);
-                    let stays = process::is_still(owner);
-                    return if stays { only_programs(out, got, deadline, native) } else { thread::fail(libc::EINTR) as c_int };
+                    if !process::is_still(owner) {
+                        return thread::fail(libc::EINTR) as c_int;
+                    }
+                    return go_on(out, got, deadline, native, programs_own);
                 }
                 inner = locked(&self.inner);
                 count = inner.interest.take_in(kernel, out, got as usize, |data| self.own(data, &mut bell, &mut end));
@@ -660,27 +660,16 @@ impl Set {
 
     /// epoll_wait in a child of fork: the kernel's set is its parent's, too.
     fn wait_inherited(&self, out: &mut [epoll_event], limit: Option<u64>, native: Native<'_>) -> c_int {
-        let deadline = limit.filter(|limit| *limit > 0).map(wait::after);
-        loop {
-            let got = native(out, if limit == Some(0) { limit } else { left_until(deadline) });
-            if got <= 0 {
-                return got;
+        let deadline = limit.map(wait::after);
+        let got = native(out, limit);
+        let data_of = |data| {
+            if !interest::is_token(data) {
+                return programs_own(data);
             }
-            // If a thread of the parent held this lock during the fork, it is never released here: then nothing is
-            // known of the set.
-            let inner = self.inner.try_lock();
-            let data_of = |data| {
-                if interest::is_token(data) {
-                    inner.as_ref().ok().and_then(|inner| inner.interest.translate(data))
-                } else {
-                    (!is_own(data)).then_some(data)
-                }
-            };
-            let kept = keep(out, got, data_of);
-            if kept > 0 || limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
-                return kept;
-            }
-        }
+            let is_known = !self.unknown.load(Ordering::Relaxed);
+            is_known.then(|| locked(&self.inner).interest.translate(data)).flatten()
+        };
+        go_on(out, got, deadline, native, data_of)
     }
 }
 
@@ -691,19 +680,22 @@ fn leave_queue(file: File) {
     }
 }
 
-/// Goes on with an epoll_wait that slept while the library withdrew. Events of this library's registrations are
+/// The data of the program's own registrations. Where the library has withdrawn, events of its registrations are
 /// dropped: each was replaced by the program's own since, and the kernel has looked then whether it is ready.
-#[cold]
-fn only_programs(out: &mut [epoll_event], mut got: c_int, deadline: Option<u64>, native: Native<'_>) -> c_int {
-    loop {
-        let kept = keep(out, got, |data| (!is_own(data) && !interest::is_token(data)).then_some(data));
-        // The kernel may have been asked for a moment only: the library had something to look at.
-        let is_over = got == 0 && deadline.is_some_and(|deadline| wait::now() >= deadline);
-        if got < 0 || kept > 0 || is_over {
-            return if got < 0 { got } else { kept };
-        }
-        got = native(out, left_until(deadline));
-    }
+fn programs_own(data: u64) -> Option<u64> {
+    (!is_own(data) && !interest::is_token(data)).then_some(data)
+}
+
+/// Goes on with an epoll_wait that has `got` events from the kernel's set, which alone reports to the program.
+fn go_on(
+    out: &mut [epoll_event],
+    got: c_int,
+    deadline: Option<u64>,
+    native: Native<'_>,
+    data_of: impl Fn(u64) -> Option<u64>,
+) -> c_int {
+    let is_over = || deadline.is_some_and(|deadline| wait::now() >= deadline);
+    only_programs(out, got, data_of, is_over, |out| native(out, left_until(deadline)))
 }
 
 /// Microseconds until a deadline.
@@ -777,7 +769,9 @@ pub(crate) fn release_all() {
 /// Removes a session that has ended from every set.
 pub(crate) fn leave(session: &Session) {
     for (epfd, file) in table::known(0, u32::MAX) {
-        if let table::File::Set(set) = file {
+        if let table::File::Set(set) = file
+            && !set.is_inherited()
+        {
             set.leave(session, epfd);
         }
     }

@@ -25,7 +25,8 @@ impl Watched {
         for (at, entry) in fds.iter().enumerate() {
             match table::get(entry.fd) {
                 Some(table::File::Tcp(tcp)) if is_watched(tcp) => watched.sockets.push((at, tcp)),
-                Some(table::File::Set(set)) => watched.sets.push((at, set)),
+                // Of one that belongs to several processes the kernel reports everything.
+                Some(table::File::Set(set)) if !set.is_inherited() => watched.sets.push((at, set)),
                 _ => {}
             }
         }

@@ -113,8 +113,12 @@ pub(crate) fn waiters(set: &Set) -> &Waiters {
     &set.watchers.waiters
 }
 
-/// Notes that a set is in another one, which has its lock.
+/// Notes that a set is in another one, which has its lock. Of one that belongs to several processes the kernel reports
+/// everything.
 pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
+    if set.is_inherited() {
+        return;
+    }
     locked(&set.watchers.parents).push((parent, slot));
     if set.watchers.count.fetch_add(1, Ordering::SeqCst) == 0 {
         // Only what arrives from now on is reported to the outer set as new.
@@ -127,6 +131,9 @@ pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
 
 /// Undoes [`add_parent`].
 pub(crate) fn remove_parent(set: &Set, parent: &Set, slot: u32) {
+    if set.is_inherited() {
+        return;
+    }
     let mut parents = locked(&set.watchers.parents);
     if let Some(at) = parents.iter().position(|(other, at)| std::ptr::eq(*other, parent) && *at == slot) {
         parents.swap_remove(at);
@@ -208,8 +215,10 @@ pub(crate) struct Doubt {
 
 /// Events of a set that connections on the NIC are the reason of.
 pub(crate) fn of_set(set: &'static Set, doubt: &mut Doubt) -> u32 {
-    let epfd = locked(&set.fds).first().copied();
-    let (Some(epfd), false) = (epfd, set.is_inherited()) else { return 0 };
+    if set.is_inherited() {
+        return 0;
+    }
+    let Some(epfd) = locked(&set.fds).first().copied() else { return 0 };
     let mut inner = locked(&set.inner);
     let renewed = std::mem::take(&mut inner.interest.renewed);
     set.take_marks(&mut inner, epfd);
@@ -223,14 +232,15 @@ pub(crate) fn of_set(set: &'static Set, doubt: &mut Doubt) -> u32 {
     if is_ready { READY } else { 0 }
 }
 
-/// Adds a set and those in it to a list.
+/// Adds a set and those in it to a list, but for those of several processes: nothing is changed in these, and a thread
+/// that is not there may have their locks.
 fn list(set: &'static Set, all: &mut Vec<(&'static Set, c_int)>) {
-    let epfd = locked(&set.fds).first().copied();
-    let (Some(epfd), false) = (epfd, all.iter().any(|(other, _)| std::ptr::eq(*other, set))) else { return };
-    all.push((set, epfd));
     if set.is_inherited() {
         return;
     }
+    let epfd = locked(&set.fds).first().copied();
+    let (Some(epfd), false) = (epfd, all.iter().any(|(other, _)| std::ptr::eq(*other, set))) else { return };
+    all.push((set, epfd));
     let children: Vec<File> = locked(&set.inner).interest.files().map(|(_, file)| file).collect();
     for file in children {
         if let File::Set(child) = file {
@@ -242,6 +252,11 @@ fn list(set: &'static Set, all: &mut Vec<(&'static Set, c_int)>) {
 /// Whether the kernel's set has events of the program's descriptors. The caller may hold the lock of a set that this
 /// one is in.
 pub(crate) fn in_kernel(set: &'static Set, doubt: &mut Doubt) -> bool {
+    if set.is_inherited() {
+        // The kernel has just said so, and can be asked once more if it is known by which descriptor.
+        let epfd = set.fds.try_lock().ok().and_then(|fds| fds.first().copied());
+        return epfd.is_none_or(|epfd| wait::reports_now(epfd, POLLIN));
+    }
     let mut all = Vec::new();
     list(set, &mut all);
     let Some((_, epfd)) = all.first().copied() else { return false };
@@ -253,7 +268,7 @@ pub(crate) fn in_kernel(set: &'static Set, doubt: &mut Doubt) -> bool {
             return false;
         }
         let mut is_changed = false;
-        for (set, epfd) in all.iter().filter(|(set, _)| !set.is_inherited()) {
+        for (set, epfd) in &all {
             let mut inner = locked(&set.inner);
             set.take_marks(&mut inner, *epfd);
             let (changed, found) = inner.interest.settle_all(&mut Kernel::of(*epfd));
@@ -325,4 +340,31 @@ fn look_without(epfd: c_int, all: &[(&'static Set, c_int)]) -> bool {
         }
     }
     is_readable
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    /// A thread of the parent's has had all locks of a set during the fork. They are never released in the child, which
+    /// has the kernel report the set's events.
+    #[test]
+    fn a_set_of_the_parents_is_used_without_its_locks() {
+        let new = || -> &'static Set { Box::leak(Box::<Set>::default()) };
+        let (parents, own) = (new(), new());
+        let _held = (locked(&parents.inner), locked(&parents.fds), locked(&parents.watchers.parents));
+        parents.inherit();
+        let (done, is_done) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut doubt = Doubt::default();
+            add_parent(parents, own, 0);
+            assert!(of_set(parents, &mut doubt) == 0 && in_kernel(parents, &mut doubt));
+            remove_parent(parents, own, 0);
+            parents.leave_to_kernel();
+            done.send(())
+        });
+        is_done.recv_timeout(Duration::from_secs(20)).expect("it waits for a lock");
+    }
 }

@@ -26,7 +26,7 @@ pub(super) fn end_data() -> u64 {
 }
 
 /// Keeps the first `got` events whose data `data_of` knows, with the program's data. Returns their number.
-pub(super) fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64>) -> c_int {
+fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64>) -> c_int {
     let mut kept = 0;
     for at in 0..got.max(0) as usize {
         let event = out[at];
@@ -36,4 +36,59 @@ pub(super) fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) ->
         }
     }
     kept as c_int
+}
+
+/// How often a set is asked again, when the time of an epoll_wait is over and nothing was kept of what has come.
+const LAST_ROUNDS: u32 = 50;
+
+/// Completes an epoll_wait that has `got` events in `out`, of which the program gets those that `data_of` knows: asks
+/// again until there is one, or the time is over.
+pub(super) fn only_programs(
+    out: &mut [epoll_event],
+    mut got: c_int,
+    data_of: impl Fn(u64) -> Option<u64>,
+    is_over: impl Fn() -> bool,
+    mut ask: impl FnMut(&mut [epoll_event]) -> c_int,
+) -> c_int {
+    let mut rounds = 0;
+    loop {
+        let kept = keep(out, got, &data_of);
+        if got < 0 || kept > 0 {
+            return if got < 0 { got } else { kept };
+        }
+        // The kernel may have been asked for a moment only: the library had something to look at. And what is dropped
+        // may have taken the room of the program's events: the kernel reports these before it reports the same again.
+        if is_over() {
+            if got == 0 || rounds > 0 && (got as usize) < out.len() || rounds == LAST_ROUNDS {
+                return 0;
+            }
+            rounds += 1;
+        }
+        got = ask(out);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The time is over, and there is room for one event: the library's own come first, and hide none of the program's.
+    #[test]
+    fn the_librarys_events_hide_none_of_the_programs() {
+        let wait = |reported: &[u64]| {
+            let (mut reported, mut out) = (reported.iter(), [epoll_event { events: 1, u64: 0 }]);
+            let mut ask = |out: &mut [epoll_event]| -> c_int {
+                let Some(data) = reported.next() else { return 0 };
+                out[0].u64 = *data;
+                1
+            };
+            let got = ask(&mut out);
+            let kept = only_programs(&mut out, got, |data| (!is_own(data)).then_some(data), || true, ask);
+            (kept, out[0].u64)
+        };
+        assert_eq!(wait(&[7]), (1, 7));
+        assert_eq!(wait(&[wake_data(), bell_data(), 7]), (1, 7));
+        assert_eq!(wait(&[wake_data(), end_data()]).0, 0, "the program's are not ready");
+        assert_eq!(wait(&[end_data(); 1000]).0, 0, "it ends, whatever is reported");
+    }
 }
