@@ -12,6 +12,7 @@ use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Most bytes that lie unread in the program's queue, which has no other limit.
 const UNREAD: u64 = 1 << 17;
@@ -62,9 +63,7 @@ pub(crate) struct Joined {
 impl Joined {
     /// Makes an engine.
     pub fn new() -> io::Result<Joined> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let engine = TcpStream::connect(listener.local_addr()?)?;
-        let sink = accept_from(&listener, &engine)?;
+        let (engine, sink) = connected()?;
         engine.set_nonblocking(true)?;
         let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
         let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into(), device: 0 };
@@ -72,14 +71,37 @@ impl Joined {
     }
 }
 
-/// Accepts the connection of a socket. Any process of this host may have come first: with its connection in place of
-/// the engine's, the kernel would reset the engine.
+/// How often the two ends of a connection are made anew, each time at another port, and how long each time takes.
+const ATTEMPTS: u32 = 5;
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// The two ends of a connection. Any process of this host may connect in between: where very many do, the kernel has no
+/// room for this one.
+fn connected() -> io::Result<(TcpStream, TcpStream)> {
+    let attempt = || -> io::Result<(TcpStream, TcpStream)> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let one = TcpStream::connect_timeout(&listener.local_addr()?, PATIENCE)?;
+        let other = accept_from(&listener, &one)?;
+        Ok((one, other))
+    };
+    (1..ATTEMPTS).find_map(|_| attempt().ok()).map_or_else(attempt, Ok)
+}
+
+/// Accepts the connection of a socket, which has come, or comes at once. Any process of this host may have come first:
+/// with its connection in place of the engine's, the kernel would reset the engine.
 fn accept_from(listener: &TcpListener, socket: &TcpStream) -> io::Result<TcpStream> {
     let wanted = socket.local_addr()?;
+    // Waits: the kernel may have dropped it, which it tells the other end only.
+    let limit = [PATIENCE.as_secs() as i64, PATIENCE.subsec_micros().into()].map(i64::to_ne_bytes).concat();
+    socket::set_bytes(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVTIMEO, &limit)?;
+    let deadline = monotonic_micros() + PATIENCE.as_micros() as u64;
     loop {
         let (accepted, from) = listener.accept()?;
         if from == wanted {
             return Ok(accepted);
+        }
+        if monotonic_micros() >= deadline {
+            return Err(io::ErrorKind::TimedOut.into());
         }
     }
 }
@@ -263,5 +285,16 @@ mod tests {
         let sink = accept_from(&listener, &engine).expect("a connection");
         assert_eq!(sink.peer_addr().expect("a peer"), engine.local_addr().expect("an address"));
         drop(stranger);
+    }
+
+    /// The kernel has dropped the engine's connection, for which it had no room: that is given up.
+    #[test]
+    fn an_engine_that_does_not_come_is_not_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let connect = || TcpStream::connect(listener.local_addr().expect("its address")).expect("a connection");
+        let engine = connect();
+        drop(listener.accept().expect("what is not there"));
+        let _strangers = [(); 50].map(|()| connect());
+        accept_from(&listener, &engine).expect_err("strangers alone have come");
     }
 }
