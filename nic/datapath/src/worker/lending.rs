@@ -4,9 +4,11 @@
 //! Nothing is overtaken: the NIC sends the state before anything else, and nothing more once it has recalled the
 //! connection. What arrives from then on is held until the state is back.
 
+use super::programs::Session;
 use super::{Worker, peer_fin};
 use crate::custody::Custody;
 use crate::frame_ring::{FrameReceiver, FrameSender};
+use crate::offloaded::Offloaded;
 use crate::partial::{Arriving, Lent, Path, State};
 use baton_abi::layout::{Counter, host_tcp, nic, slot};
 use baton_abi::{Cid, Control, FOR_AGENT, Message, Operation};
@@ -124,7 +126,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         host.send(Message::new(Operation::NicHandoff, cid, 0, 0));
         if let Custody::Active(offloaded) = std::mem::replace(&mut slot.custody, Custody::Held) {
-            if let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) {
+            if let Some(session) = session_of(&mut self.programs.sessions, &offloaded) {
                 session.lent += 1;
             }
             let lent = Lent { offloaded, recalled: false, commands: Vec::new(), messages: Vec::new() };
@@ -358,7 +360,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         offloaded.path = if commands.is_empty() { Path::Fast } else { Path::Pinned };
         let (session, frames) = (offloaded.session as usize, slot.held.take());
-        if let Some(Some(session)) = self.programs.sessions.get_mut(session) {
+        if let Some(session) = session_of(&mut self.programs.sessions, &offloaded) {
             session.lent = session.lent.saturating_sub(1);
         }
         slot.custody = Custody::Active(offloaded);
@@ -379,6 +381,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.lend_unless_quiet(index, now);
         self.follow_up(index, Events::empty());
     }
+}
+
+/// A connection's session. None if that has ended, also if another one has its number by now.
+fn session_of<'a>(sessions: &'a mut [Option<Session>], offloaded: &Offloaded) -> Option<&'a mut Session> {
+    let session = sessions.get_mut(offloaded.session as usize)?.as_mut()?;
+    Arc::ptr_eq(&session.memory, &offloaded.session_memory).then_some(session)
 }
 
 /// Whether a message is one of those that a program may send of a connection. All others are the NIC's own on this
