@@ -316,9 +316,10 @@ impl Agent {
         }
     }
 
-    /// Determines again whether there are devices at which the NIC does not receive.
+    /// Determines again whether there are devices at which the NIC does not receive. If they cannot be read, what was
+    /// found before counts.
     pub(crate) fn find_devices_without_nic(&mut self) {
-        let links = rtnetlink::links(&self.routes).unwrap_or_default();
+        let Ok(links) = rtnetlink::links(&self.routes) else { return };
         self.looks.passed_by = links.iter().any(|link| match &self.shape {
             Shape::Inline { interface } => link.up && link.kind != rtnetlink::LOOPBACK && link.index != *interface,
             Shape::Beside { devices, .. } => devices.passes_nic_by(link),
