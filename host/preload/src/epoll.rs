@@ -382,6 +382,11 @@ impl Set {
         self.with_interest(|interest, kernel| interest.stop_watching_beside(kernel, ours));
     }
 
+    /// Whether the parent, whose set it is, has had something watched beside this descriptor when it forked.
+    pub fn has_beside(&self, fd: c_int) -> bool {
+        !self.unknown.load(Ordering::Relaxed) && locked(&self.inner).interest.has_beside(fd)
+    }
+
     /// Removes a socket that is about to be closed for good.
     pub fn forget(&'static self, slot: u32, tcp: &'static Tcp) {
         self.with_interest(|interest, kernel| interest.forget(kernel, slot, File::Tcp(tcp)));

@@ -547,6 +547,13 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.slots[slot as usize].used.as_ref().map(|known| known.data)
     }
 
+    /// Whether something is watched beside what is registered under this descriptor. For a process that has
+    /// inherited the kernel's set, too: as it was then.
+    pub fn has_beside(&self, fd: c_int) -> bool {
+        let slot = self.by_fd.get(&fd).and_then(|slot| self.slots.get(*slot as usize));
+        slot.and_then(|slot| slot.used.as_ref()).is_some_and(|known| known.beside.is_some())
+    }
+
     /// The slot, events and data of a kernel event, without the events that do not count. None if none is left.
     fn judge<W: World<File = F>>(&mut self, world: &mut W, token: u64, events: u32) -> Option<(u32, u32, u64)> {
         let slot = self.slot_of(token)?;

@@ -331,14 +331,16 @@ pub(crate) fn queues(fds: &[pollfd]) -> Vec<(usize, c_int)> {
 }
 
 /// Makes an epoll set watch a listener's queue as it watches the listener. In a set that other processes have, too, the
-/// listener is the kernel's.
+/// listener is the kernel's, unless the parent's queue is watched there.
 ///
 /// # Safety
 /// As epoll_ctl(2).
 pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) {
     let Some(tcp) = table::tcp(fd) else { return };
-    if process::is_mine() && table::set_of(set).is_some_and(Set::is_inherited) {
+    let is_of_several = |set: &Set| set.is_inherited() && !set.has_beside(fd);
+    if process::is_mine() && table::set_of(set).is_some_and(is_of_several) {
         // The queue would be watched there for other processes, too, and the next one, of the next session, not at all.
+        // Where the parent's queue is watched, this process is woken for what only its own can give it.
         if operation != libc::EPOLL_CTL_DEL {
             leave_for_good(tcp);
         }
@@ -350,7 +352,7 @@ pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut 
     let queue = if operation == libc::EPOLL_CTL_DEL { tcp.queue() } else { queue_of(tcp, fd) };
     let Some(queue) = queue else { return };
     let errno = thread::errno();
-    if let Some(set) = table::set_of(set).filter(|_| process::is_mine()) {
+    if let Some(set) = table::set_of(set).filter(|set| !set.is_inherited() && process::is_mine()) {
         // What is watched beside a listener changes, and goes, with the listener.
         set.with_interest(|interest, kernel| {
             if let Some(slot) = interest.find(fd, File::Tcp(tcp)) {
