@@ -1,6 +1,6 @@
 //! What a program can queue for a peer that never reads: as much as natively, wherever the connection is and however
 //! often it has moved, and without more memory. A part of all combinations is tried, drawn from `BATON_FUZZ_SEED` (1);
-//! all if `BATON_EVERY_PRESSURE` is set.
+//! all if `BATON_EVERY_CASE` is set.
 
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
@@ -113,7 +113,7 @@ fn run_all(cases: &[Trial]) -> Vec<Taken> {
 
 /// Whether all combinations are to be tried.
 fn every() -> bool {
-    std::env::var_os("BATON_EVERY_PRESSURE").is_some()
+    std::env::var_os("BATON_EVERY_CASE").is_some()
 }
 
 /// The lengths of writes to be tried with each buffer, and the ways with each of them.
