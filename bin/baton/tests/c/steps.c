@@ -2,7 +2,9 @@
  *
  * A thread single-steps through the call (the processor's trap flag). After a number of steps SIGUSR1 arrives, whose handler ends the thread
  * ("exit"), leaves the call by siglongjmp ("jump"), or makes calls itself ("call"). Afterwards the connection works and no descriptor is
- * leaked. */
+ * leaked.
+ *
+ * A quarter of these instructions is played, drawn from BATON_FUZZ_SEED (1); all if BATON_EVERY_CASE is set. */
 
 #include "ends.h"
 #include <fcntl.h>
@@ -11,7 +13,6 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <sys/param.h>
 
 #define TRAP_FLAG 0x100
 
@@ -22,6 +23,9 @@ static volatile long steps, at;
 static volatile sig_atomic_t is_in_call, came;
 static atomic_int cleaned;
 static __thread sigjmp_buf back;
+/* Whether all instructions are played; and the last random number. */
+static int every;
+static unsigned long long drawn;
 
 /* The call that blocks if there is nothing to receive. */
 #define WAITS CALLS_AT_ONCE
@@ -137,7 +141,16 @@ static int play_once(int call)
     return came;
 }
 
-/* Plays the first and last instructions of a call, and some eight in between: each step costs an exception. */
+/* How many instructions on the next signal comes: `usual`, or in a sample four times as many on average. */
+static long apart(long usual)
+{
+    if (every)
+        return usual;
+    drawn = drawn * 6364136223846793005ULL + 1442695040888963407ULL;
+    return 1 + (long)((drawn >> 33) % (unsigned long long)(8 * usual - 1));
+}
+
+/* Plays the first and last instructions of a call and some eight in between, or a sample of them: each step costs an exception. */
 static void play(int call)
 {
     open_ends();
@@ -149,8 +162,13 @@ static void play(int call)
     at = LONG_MAX;
     CHECK(!play_once(call) && steps > 0);
     long all = steps, between = all / 8 + 1, most = all < 500 ? 30 : 12;
-    for (at = 1; play_once(call); at += at < most || at > all - most ? 1 : MIN(between, MAX(all - most - at, 1)))
-        ;
+    at = apart(1);
+    while (play_once(call)) {
+        /* Instructions up to the last ones. */
+        long left = all - most - at;
+        long next = at < most || left < 0 ? apart(1) : apart(between);
+        at += at < most || left < 0 || next < left ? next : left + apart(1);
+    }
     close_ends(0);
 }
 
@@ -159,11 +177,15 @@ int main(int number, char **arguments)
     struct sigaction traced = {.sa_sigaction = step, .sa_flags = SA_SIGINFO | SA_RESTART};
     struct sigaction action = {.sa_handler = act, .sa_flags = SA_RESTART};
     int before = 0;
+    const char *seed = getenv("BATON_FUZZ_SEED");
     CHECK(number >= 2);
-    /* It steps through a million instructions: some tens of seconds alone, minutes beside others. */
+    /* If all are played, it steps through a million instructions: some tens of seconds alone, minutes beside others. */
     alarm(400);
     may_move = number > 2;
     what = arguments[1];
+    every = getenv("BATON_EVERY_CASE") != NULL;
+    /* Each case has a sample of its own. */
+    drawn = strtoull(seed ? seed : "1", NULL, 10) ^ ((unsigned long long)what[0] << 32);
     sigaddset(&traced.sa_mask, SIGUSR1);
     CHECK(sigaction(SIGTRAP, &traced, NULL) == 0 && sigaction(SIGUSR1, &action, NULL) == 0);
     /* The blocking call comes first: from then on the library keeps an eventfd for threads that sleep. */
