@@ -114,7 +114,7 @@ soak: build
 	  $(BATON) soak $$shape --connections 64 --moves 2000 --ipv6 --kill-agent 5 --link-down 20 --peer-fin return --json || exit 1; done
 	tests/programs/deaths.py --kill-nic 20 --stop-nic 20
 	tests/programs/starved.py --seconds 600
-	BATON_EVERY_CASE=1 $(CARGO) test --profile checked --locked -p baton --test live -- pressure a_handler_runs_at_any_instruction
+	BATON_EVERY_CASE=1 $(CARGO) test --profile checked --locked -p baton --test live -- pressure conformance:: a_handler_runs_at_any_instruction
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	tests/programs/both_ways.py --rounds 20 --seconds 5 --kill-nic 1 --stop-nic 1 --kill-agent 1
 	tests/programs/waits.py --copies 10 --total-seconds 1200

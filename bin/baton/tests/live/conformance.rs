@@ -1,5 +1,6 @@
 //! Behaviour of sockets, case by case: the same in the kernel, on the NIC, when the connection moves in between, and
-//! when the NIC has made it.
+//! when the NIC has made it. Each case is played with one version of IP, drawn from `BATON_FUZZ_SEED` (1); with both if
+//! `BATON_EVERY_CASE` is set.
 
 use crate::common::hosts;
 use crate::full::count;
@@ -18,7 +19,7 @@ use std::process::{Command, Stdio};
 /// Cases by their names, with their results.
 type Cases = Vec<(String, Value)>;
 
-/// Runs all cases in one column, on `host`. Each request of the program is answered with what `answer` makes of its
+/// Runs the cases in one column, on `host`. Each request of the program is answered with what `answer` makes of its
 /// words.
 fn run(host: &Namespace, command: &mut Command, file: &str, mut answer: impl FnMut(&[&str]) -> String) -> Cases {
     command.env_remove("BATON_SOCKET").env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -33,7 +34,7 @@ fn run(host: &Namespace, command: &mut Command, file: &str, mut answer: impl FnM
     text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
-/// Runs all cases in one column, on the loopback address. Returns each result, and how many moves were requested and
+/// Runs the cases in one column, on the loopback address. Returns each result, and how many moves were requested and
 /// made.
 fn on_loopback(column: &str, family: &str) -> (Cases, usize, usize) {
     let scratch = Scratch::new(&format!("conformance-{column}-{family}"));
@@ -62,7 +63,7 @@ fn on_loopback(column: &str, family: &str) -> (Cases, usize, usize) {
     (cases, asked, made)
 }
 
-/// Runs all cases in one column, on host A with the peers on host B.
+/// Runs the cases in one column, on host A with the peers on host B.
 fn on_two_hosts(bed: &Testbed, column: &str, family: &str) -> Cases {
     let scratch = Scratch::new(&format!("conformance-hosts-{column}-{family}"));
     let file = scratch.file("cases");

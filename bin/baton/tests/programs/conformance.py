@@ -1,4 +1,5 @@
 """Behaviour of a socket: every situation with every operation, and every way to wait for events. One line of JSON per case.
+Each case is played with one version of IP, drawn from BATON_FUZZ_SEED (1); with both if BATON_EVERY_CASE is set.
 
 Usage: conformance.py COLUMN FAMILY FILE [HOST PEERS NAMESPACE]. The column is where the connection is: `kernel`, `nic`, `moved` (in
 the kernel until the situation is reached, then on the NIC for the operation, then in the kernel again), `returned` (the other way
@@ -13,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import select
 import socket
 import struct
@@ -23,6 +25,8 @@ import termios
 column, family, output = sys.argv[1:4]
 kind, loopback = (socket.AF_INET, "127.0.0.1") if family == "4" else (socket.AF_INET6, "::1")
 host, peers, namespace = sys.argv[4:] or (loopback, loopback, "/proc/thread-self/ns/net")
+SEED = os.environ.get("BATON_FUZZ_SEED", "1")
+EVERY = "BATON_EVERY_CASE" in os.environ
 PATIENCE = 5000
 CLONE_NEWNET = 0x40000000
 
@@ -425,6 +429,11 @@ def case(situation, operation, watch):
     return results
 
 
+def is_drawn(what):
+    """Whether the case is played with this version of IP: the same in every column."""
+    return EVERY or (random.Random(f"{SEED} {what}").random() < 0.5) == (family == "4")
+
+
 def may_be_acknowledged_meanwhile(situation, name):
     """Whether the peer acknowledges a FIN while the socket is watched: that causes an edge whenever it arrives. On loopback that is
     before the end of the call that sends the FIN."""
@@ -452,6 +461,8 @@ with open(output, "w") as lines:
                 if way == "edge" and may_be_acknowledged_meanwhile(situation, name):
                     continue
                 what = f"{situation.__name__}: {name}, {way}"
+                if not is_drawn(what):
+                    continue
                 results = case(situation, operation, watch)
                 if situation is full:
                     results = [without_room(result) for result in results]
