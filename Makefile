@@ -1,10 +1,14 @@
 # Begin with `make demo` and `make test`; docs/internals/tests.md says what the other checks are.
 CARGO ?= cargo
+# Cargo beside other targets: it would take its processes from those of `make -j`, which make keeps to itself.
+CARGO_BESIDE := env -u MAKEFLAGS -u MFLAGS $(CARGO)
 BATON := target/release/baton
+# The command that `make test` tests.
+CHECKED := target/checked/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test check fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
+.PHONY: demo test check fuzz build lint style clippy no-std checked ring-model test-packages dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and without the optimisation across crates that takes
 # half of the time of the benches' build. The command line is optimised, which it is not for the tests: the demonstration's server is in it.
@@ -23,19 +27,16 @@ dependencies:
 # Everything that must hold: lints, crates without std, unit and property tests, simulated pairs, the ring's model, the real kernel.
 # A test that hangs is killed after twenty minutes, so that the output shows its name. There are no examples in documentation comments
 # that could be run. Four tests more run at once than there are processors, since most wait for something most of the time.
-test: CHECKED := target/checked/baton
-test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
+# The compiler leaves a processor idle while crates wait for each other, so whatever else compiles does that beside it: two targets at once.
+# If one fails, make names it in the last lines, when the other has ended.
+test: export BATON_PROGRAM := $(CURDIR)/$(CHECKED)
 test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 4)
 test: export BATON_FUZZ_SECONDS := 10
 test: export BATON_FUZZ_SEED := $(COMMIT_SEED)
-test: lint
-	@scripts/dependencies tests
-	tests/setup/locks.py
-	$(CARGO) build --profile checked --locked --workspace --lib --bins --tests --examples
-	@scripts/dependencies mpi
+test: style
+	$(MAKE) --no-print-directory -j2 checked clippy ring-model no-std test-packages
 	$(call provider,checked)
 	timeout --foreground 1200 scripts/tests --profile checked --locked --workspace --tests --examples
-	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) lab all --quick --pictures target/figures >/dev/null
 	diff -r docs/papers/figures target/figures >/dev/null || { echo "docs/papers/figures is not what the models say now: make lab" >&2; exit 1; }
 	$(CHECKED) sim --seeds 0..30 --json
@@ -63,6 +64,20 @@ test: lint
 	$(CHECKED) soak --beside --connections 64 --moves 200 --nic-connections 16 --nic-memory 32M --kill-nic 2 --link-down 2 --peer-fin return --json
 	$(CHECKED) soak --connections 32 --moves 300 --ipv6 --link-down 3 --peer-fin keep --json
 
+# All that the tests run.
+checked:
+	$(CARGO_BESIDE) build --profile checked --locked --workspace --lib --bins --tests --examples
+
+# The ring's model: every order in which its two sides may see each other's writes.
+ring-model:
+	RUSTFLAGS="--cfg loom" $(CARGO_BESIDE) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
+
+# Packages that the tests need; and that waiting for the package manager works.
+test-packages:
+	@scripts/dependencies tests
+	tests/setup/locks.py
+	@scripts/dependencies mpi
+
 # What every change is tried with first: lints, unit tests, the machine of moves, the simulator for ten seconds. It needs neither root nor
 # other packages than the compiler's, and less than a minute where everything is compiled. `make check UNITS=baton-tcp`: one crate's tests.
 check: UNITS ?= $(addprefix baton-,wire log shm device netem abi ring image protocol recovery datagrams capture records tcp rmpp resolution \
@@ -73,15 +88,23 @@ check: lint
 	$(CARGO) build --profile checked --locked -p baton --bins
 	target/checked/baton sim --seeds 0..3000 --seconds 10 --json
 
-lint:
+lint: style clippy no-std
+
+# What needs no compiler.
+style:
 	scripts/edges
 	scripts/waits
 	scripts/foreign
 	scripts/rules
 	scripts/rules --try
 	$(CARGO) fmt --check
-	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
-	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
+
+# Cargo locks a directory of what it has compiled: with one of its own clippy runs beside the compiler.
+clippy:
+	$(CARGO_BESIDE) clippy --profile checked --locked --workspace --target-dir target/clippy -- -D warnings
+
+no-std:
+	$(CARGO_BESIDE) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
 
 # Random scripts for all that others can do to Baton: TCP, active acknowledgements, large receive, the filter and RMPP in virtual time, with
 # checks of every overflow; frames at a live NIC; what a program can write and send, and what it can call of libfabric.
