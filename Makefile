@@ -8,7 +8,7 @@ CHECKED := target/checked/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test check fuzz build lint style clippy no-std checked ring-model test-packages dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
+.PHONY: demo test check fuzz build lint style clippy no-std checked ring-model test-packages figures sim-seeds sim-crashes dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and without the optimisation across crates that takes
 # half of the time of the benches' build. The command line is optimised, which it is not for the tests: the demonstration's server is in it.
@@ -37,10 +37,7 @@ test: style
 	$(MAKE) --no-print-directory -j2 checked clippy ring-model no-std test-packages
 	$(call provider,checked)
 	timeout --foreground 1200 scripts/tests --profile checked --locked --workspace --tests --examples
-	$(CHECKED) lab all --quick --pictures target/figures >/dev/null
-	diff -r docs/papers/figures target/figures >/dev/null || { echo "docs/papers/figures is not what the models say now: make lab" >&2; exit 1; }
-	$(CHECKED) sim --seeds 0..30 --json
-	$(CHECKED) sim --exhaustive --stride 31 --json
+	$(MAKE) --no-print-directory -j2 figures sim-crashes sim-seeds
 	tests/mpi/run.py --quick --mpi debian
 	tests/mpi/run.py --quick --nic --mpi debian
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python uvloop,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
@@ -71,6 +68,17 @@ checked:
 # The ring's model: every order in which its two sides may see each other's writes.
 ring-model:
 	RUSTFLAGS="--cfg loom" $(CARGO_BESIDE) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
+
+# What runs in virtual time has one thread each, and does not mind what runs beside it.
+figures:
+	$(CHECKED) lab all --quick --pictures target/figures >/dev/null
+	@diff -r docs/papers/figures target/figures >/dev/null || { echo "docs/papers/figures is not what the models say now: make lab" >&2; exit 1; }
+
+sim-seeds:
+	$(CHECKED) sim --seeds 0..30 --json
+
+sim-crashes:
+	$(CHECKED) sim --exhaustive --stride 31 --json
 
 # Packages that the tests need; and that waiting for the package manager works.
 test-packages:
