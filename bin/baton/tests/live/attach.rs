@@ -4,6 +4,7 @@ use crate::common::{until_moved, wait_until};
 use crate::compiled::{build, compile};
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
+use baton_fuzz::setting;
 use baton_linux::freeze::Frozen;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
@@ -384,7 +385,7 @@ fn an_attacher_keeps_nothing_of_processes_that_have_ended() {
 
 /// How long programs run attached, in seconds: BATON_ATTACH_SECONDS, for a long comparison.
 fn seconds() -> u64 {
-    std::env::var("BATON_ATTACH_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
+    setting("BATON_ATTACH_SECONDS", 3)
 }
 
 /// A server that sends back what it gets, to so many clients. Returns its port; it ends with its clients.

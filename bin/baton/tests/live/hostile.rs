@@ -2,10 +2,11 @@
 //! while agent and NIC remain the same processes.
 
 use crate::common::{PacketThreads, Scene, scene};
-use crate::hostile_client::{Hostile, Seeds, setting};
+use crate::hostile_client::{Hostile, Seeds};
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_bed::testbed::TestbedSettings;
+use baton_fuzz::setting;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};

@@ -7,6 +7,7 @@ use baton_agent::{Crash, Fault, Step};
 use baton_bed::testbed::{self, TestbedSettings, address_b};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
+use baton_fuzz::setting;
 use baton_linux::namespace::Namespace;
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
@@ -562,7 +563,7 @@ fn keep_alive_is_the_nics() {
         scene.session.set_option(scene.id, level, option, value).expect("keep-alive");
     }
     scene.move_to(Place::Nic);
-    let idle = Duration::from_secs(std::env::var("BATON_IDLE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(6));
+    let idle = Duration::from_secs(setting("BATON_IDLE_SECONDS", 6));
     let segments = |scene: &Scene| {
         let mut raw = [0u8; 256];
         socket::get_bytes(scene.peer.as_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, &mut raw).expect("TCP_INFO");

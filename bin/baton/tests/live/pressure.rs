@@ -3,6 +3,7 @@
 //! all if `BATON_EVERY_CASE` is set.
 
 use crate::scratch::{Scratch, script, text};
+use baton_fuzz::setting;
 use baton_linux::namespace::Namespace;
 use baton_sim::Rng;
 use std::collections::BTreeMap;
@@ -118,8 +119,7 @@ fn every() -> bool {
 
 /// The lengths of writes to be tried with each buffer, and the ways with each of them.
 fn drawn() -> Vec<Trial> {
-    let seed = std::env::var("BATON_FUZZ_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
-    let mut rng = Rng::new(seed);
+    let mut rng = Rng::new(setting("BATON_FUZZ_SEED", 1));
     let mut one_of = |all: u32| rng.below(all.into()) as u32;
     let (one_buffer, mut cases) = (one_of(3), Vec::new());
     for (buffer, sndbuf) in (0..).zip(BUFFERS) {

@@ -11,6 +11,7 @@
 use crate::compiled::build;
 use crate::library::set_up_loopback;
 use crate::scratch::{Scratch, text};
+use baton_fuzz::setting;
 use baton_linux::namespace::Namespace;
 use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
@@ -224,10 +225,6 @@ fn soak(programs: &Programs, batches: &[(Batch<'_>, &[&[&str]])]) {
     assert!(all < 500 || some * 50 > all, "only {some} of {all} connections were seen on the NIC");
 }
 
-fn seed() -> u64 {
-    std::env::var("BATON_FUZZ_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1)
-}
-
 /// Rounds of each surrounding in a sample.
 const SAMPLE: usize = 6;
 /// Columns that are sampled. Not `--flip`, which shows defects that are not mended yet (docs/internals/tests.md).
@@ -242,7 +239,7 @@ const MENDED: [(&str, u64, usize, usize); 4] =
 
 #[test]
 fn programs_do_what_they_do_natively() {
-    let (programs, seed) = (Programs::new(&SURROUNDINGS), seed());
+    let (programs, seed) = (Programs::new(&SURROUNDINGS), setting("BATON_FUZZ_SEED", 1));
     let Some(rounds) = std::env::var("BATON_ROUNDS").ok() else {
         let drawn = SURROUNDINGS.iter().enumerate().map(|(at, surrounding)| {
             let column = (seed as usize + at) % SAMPLED;

@@ -5,6 +5,7 @@ use crate::awaited::{is_on_nic, python, run_awaited};
 use crate::compiled::compile;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
+use baton_fuzz::setting;
 use baton_linux::namespace::Namespace;
 use baton_protocol::program::ConnectionInfo;
 use serde_json::Value;
@@ -61,7 +62,7 @@ fn who_leaves_a_set_by_a_jump_leaves_the_doorbell_to_others() {
 fn blocked_threads_do_not_notice_moves() {
     let scratch = Scratch::new("waits");
     let program = compile("waits", &scratch);
-    let wanted = std::env::var("BATON_WAITS_MOVES").ok().and_then(|moves| moves.parse().ok()).unwrap_or(20u64);
+    let wanted = setting("BATON_WAITS_MOVES", 20);
     let seconds = if wanted > 20 { "10" } else { "2" };
     for rule in [["--rule", "accepted"], ["--rule", "bytes:10500"], ["--rule", "requests:3"], ["--flip", "1..5"]] {
         let (mut moves, mut seed) = (0, 0);

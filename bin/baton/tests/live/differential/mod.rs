@@ -12,12 +12,13 @@ mod peer;
 mod script;
 mod stage;
 
+use baton_fuzz::setting;
 use baton_wire::Flags;
 use broken::Broken;
 use judge::Tally;
 use meant::MEANT;
 use script::{Script, Segment, Step};
-use stage::{BATCH, LANES, NIC, Stage, setting};
+use stage::{BATCH, LANES, NIC, Stage};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 

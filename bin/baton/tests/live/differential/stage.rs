@@ -11,6 +11,7 @@ use baton_backends::VnetDevice;
 use baton_bed::testbed::{MAC_B, Testbed, TestbedSettings, address_a, counter};
 use baton_client::{ConnectionId, Session};
 use baton_device::{Device, Frame, MAX_FRAME};
+use baton_fuzz::setting;
 use baton_linux::{interface, rtnetlink, socket};
 use baton_protocol::program::{Place, Statistics};
 use baton_sim::stream;
@@ -675,9 +676,4 @@ impl Program {
             Err(error) => self.error = Some(error.kind()),
         }
     }
-}
-
-/// The number in an environment variable.
-pub fn setting(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }

@@ -1,6 +1,7 @@
 //! Programs that do not do what others could wait for.
 
-use super::{Client, PEER, alone, ask_on, move_to_nic, setting};
+use super::{Client, PEER, alone, ask_on, move_to_nic};
+use baton_fuzz::setting;
 use baton_linux::control::Channel;
 use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, Opening, Reply, Request};

@@ -3,6 +3,7 @@
 
 use super::{Client, Hostile, PEER, alone};
 use baton_abi::layout::session as at;
+use baton_fuzz::setting;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::{Channel, MOST_RECEIVED, try_send_bytes};
 use baton_linux::events::{Doorbell, Poller, Trigger};
@@ -17,11 +18,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
-
-/// A number from the environment.
-pub fn setting(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
-}
 
 /// Says from which seed on a hostile program has asked, and how far it has come, if its test fails.
 pub struct Seeds(u32);

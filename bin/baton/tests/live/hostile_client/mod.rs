@@ -28,7 +28,7 @@ const SOCKET: &str = "HOSTILE_SOCKET";
 const PEER: &str = "HOSTILE_PEER";
 pub const NOBODY: u32 = 65534;
 
-pub use descriptors::{Seeds, setting};
+pub use descriptors::Seeds;
 
 /// Duration of attacks that do not end by themselves.
 // Waits: nothing but the end of this attack; a busy machine has fewer rounds of it.

@@ -154,7 +154,7 @@ fn drawn(program: &Path) -> Vec<u32> {
     let Some(count) = setting("BATON_CASES") else { return mended(program) };
     let calls = calls(program);
     if count == "sample" {
-        let mut rng = Rng::new(setting("BATON_FUZZ_SEED").and_then(|seed| seed.parse().ok()).unwrap_or(1));
+        let mut rng = Rng::new(baton_fuzz::setting("BATON_FUZZ_SEED", 1));
         let of_each = calls.iter().flat_map(|range| std::iter::repeat_n(range, SAMPLE));
         let sample: BTreeSet<_> =
             of_each.map(|range| range.start + rng.below(u64::from(range.end - range.start)) as u32).collect();
