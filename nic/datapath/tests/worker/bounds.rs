@@ -324,7 +324,7 @@ fn run(steps: &[Step]) -> Result<(), TestCaseError> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(200)))]
+    #![proptest_config(crate::drawn::cases(200))]
 
     /// Random and extreme values in every word that a program can write: each round's work is bounded, the other
     /// program's connection goes on, and the attacker's own can be given to the kernel, with no more than its memory

@@ -1,6 +1,7 @@
 //! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its
 //! segments out of order, and offloaded connections go on wherever they are.
 
+use crate::drawn::Random;
 use baton_abi::layout::{Counter, block, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
@@ -32,18 +33,6 @@ fn flow(of: u32) -> Flow {
 /// The byte of a connection's stream at a sequence number.
 fn byte(of: u32, seq: u32) -> u8 {
     (seq ^ seq >> 8 ^ of * 31) as u8
-}
-
-/// A small random generator, so that a failing case can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
 }
 
 struct Bed {

@@ -265,7 +265,7 @@ fn many_sockets_do_not_hold_up_a_round() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(100)))]
+    #![proptest_config(crate::drawn::cases(100))]
 
     /// Whatever a program writes into its memory, its frames have its own address, and the other program's datagrams go
     /// on.

@@ -5,7 +5,7 @@
 macro_rules! with_both_cards {
     ($property:ident) => {
         proptest! {
-            #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(12)))]
+            #![proptest_config(crate::drawn::cases(12))]
 
             #[test]
             fn with_a_card_that_distributes(workers in 2usize..6, seed in any::<u64>()) {
@@ -29,6 +29,7 @@ mod crossbar;
 mod datagrams;
 mod doorbells;
 mod dormant;
+mod drawn;
 mod endpoints;
 mod forged;
 mod forwarded;
@@ -137,7 +138,7 @@ impl Stage {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(300)))]
+    #![proptest_config(crate::drawn::cases(300))]
 
     #[test]
     fn an_attacker_harms_itself_only(attacks in proptest::collection::vec(attacks(), 1..60), many in 1u64..4) {

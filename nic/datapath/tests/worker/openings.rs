@@ -1,6 +1,7 @@
 //! Connections that several workers make, polled in any order, while the indirection table changes: each client of a
 //! listener and each connection that the NIC opens gets exactly one, and no frame of theirs reaches the kernel.
 
+use crate::drawn::Random;
 use baton_abi::layout::{COUNTERS, Counter, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
@@ -36,17 +37,6 @@ fn flow(of: u32) -> Flow {
 
 fn of(flow: &Flow) -> u32 {
     u32::from(flow.local.port.max(flow.remote.port)) - 40_000
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
 }
 
 /// A connection's far end.

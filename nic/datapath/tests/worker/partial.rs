@@ -546,7 +546,7 @@ fn impairments() -> impl Strategy<Value = Impairments> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(150)))]
+    #![proptest_config(crate::drawn::cases(150))]
 
     /// Fast path and whole connection deliver the same streams, also when the agent takes the connection in the middle.
     #[test]
