@@ -58,16 +58,6 @@ static void *receive_first(void *unused)
     return unused;
 }
 
-static struct pair connected(int moved)
-{
-    struct pair pair = connect_pair();
-    exchange(pair.client, pair.server, "the first\n");
-    exchange(pair.server, pair.client, "and back\n");
-    if (moved)
-        until_on_nic(pair.server);
-    return pair;
-}
-
 int main(int count, char **words)
 {
     pthread_t threads[2];
@@ -75,8 +65,8 @@ int main(int count, char **words)
     alarm(STANDS_STILL);
     CHECK(count > 1);
     int moved = count > 2 && strcmp(words[2], "moved") == 0;
-    ordinary = connected(moved);
-    real = strcmp(words[1], "one connection") == 0 ? ordinary : connected(moved);
+    ordinary = connect_used(moved);
+    real = strcmp(words[1], "one connection") == 0 ? ordinary : connect_used(moved);
     CHECK(sched_getaffinity(0, sizeof set, &set) == 0);
     for (int at = 0; at < CPU_SETSIZE; at++)
         if (CPU_ISSET(at, &set))
