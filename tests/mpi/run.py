@@ -235,16 +235,22 @@ def lines(text):
     return re.findall(r"^\w+ \d+ [0-9a-f]{16}$", text, flags=re.M)
 
 
+def judged(good, what, errors="", wrong=()):
+    """Prints how a test has ended, and if it has failed what is wrong, and the last lines of its errors. Returns whether it is good."""
+    print(f"{'ok  ' if good else 'FAIL'} {what}", flush=True)
+    if not good:
+        for line in [*wrong, *errors.strip().splitlines()[-15:]]:
+            print(f"    {line}", flush=True)
+    return good
+
+
 def compare(mpi, what, command, environment, expected, on_nic=False, matched=False):
     begin = time.monotonic()
     output, errors, result = run(command, environment)
     found = lines(output)
     good = result == 0 and found == expected and (ON_NIC in errors, LENT in errors) == (on_nic, on_nic) and bool(MATCHED.search(errors)) == matched
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s", flush=True)
-    if not good:
-        print("\n".join(f"    expected {line}" for line in expected if line not in found))
-        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
-    return good
+    said = f"{mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s"
+    return judged(good, said, errors, [f"expected {line}" for line in expected if line not in found])
 
 
 def features(mpi, hosts, program, quick):
@@ -287,10 +293,7 @@ def papers_protocol(mpi, hosts, program):
     command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent, PAPER))
     output_on_nic, errors, result = run(command, environment)
     good = result == 0 and lines(output_on_nic) == lines(output) and RECEIVES in errors and "is ignored" not in errors
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} the paper's protocol, receiving on the NIC", flush=True)
-    if not good:
-        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
-    return good
+    return judged(good, f"{mpi.name:8} the paper's protocol, receiving on the NIC", errors)
 
 
 def killed_nic(mpi, hosts, program, settings):
@@ -318,10 +321,8 @@ def killed_nic(mpi, hosts, program, settings):
     output_on_nic, errors, result = run(command, environment, meanwhile=kill)
     died = [int(count) for count in re.findall(r"NICs that died (\d+)", errors)]
     good = result == 0 and lines(output_on_nic) == lines(output) and max(died, default=0) > 0
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {'the NIC, which matches,' if settings else 'the NIC'} is killed: {len(kills)} kills, {max(died, default=0)} seen by a rank", flush=True)
-    if not good:
-        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
-    return good
+    nic = "the NIC, which matches," if settings else "the NIC"
+    return judged(good, f"{mpi.name:8} {nic} is killed: {len(kills)} kills, {max(died, default=0)} seen by a rank", errors)
 
 
 def sessions(nic):
@@ -361,11 +362,7 @@ def killed_with_nic(mpi, hosts, program):
     _, errors, result = run(command, mpi.environment(True) | {"FI_RMPP_NIC": "auto"}, 90, watch)
     took = time.monotonic() - begin
     ended.wait(5)
-    good = result == 0
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} a rank on the NIC is killed: sessions {seen}, {took:.1f} s", flush=True)
-    if not good:
-        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
-    return good
+    return judged(result == 0, f"{mpi.name:8} a rank on the NIC is killed: sessions {seen}, {took:.1f} s", errors)
 
 
 def full_nic(hosts):
@@ -377,10 +374,7 @@ def full_nic(hosts):
     output, errors, result = run(command, environment)
     reason = [line for line in errors.splitlines() if "an endpoint cannot be opened" in line]
     good = result == 0 and "No such device" in output and any("no descriptor left" in line for line in reason)
-    print(f"{'ok  ' if good else 'FAIL'} a full NIC: {reason[0].split('opened: ')[-1] if reason else 'no reason in the log'}", flush=True)
-    if not good:
-        print(f"    {output}\n    " + "\n    ".join(errors.strip().splitlines()[-15:]))
-    return good
+    return judged(good, f"a full NIC: {reason[0].split('opened: ')[-1] if reason else 'no reason in the log'}", errors, [output])
 
 
 def ping_pong(mpi, hosts, program):
@@ -397,8 +391,7 @@ def killed(mpi, hosts, program):
     _, _, result = run(command, mpi.environment(True), 60)
     took = time.monotonic() - begin
     good = result not in (0, None) and took < 45
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} a rank is killed: result {result} after {took:.1f} s", flush=True)
-    return good
+    return judged(good, f"{mpi.name:8} a rank is killed: result {result} after {took:.1f} s")
 
 
 def without_provider(mpi, hosts, program):
@@ -407,8 +400,7 @@ def without_provider(mpi, hosts, program):
     command = [word.replace(str(PROVIDER), "/nonexistent") for word in hosts.inside(mpi.command(2, program, ["cancels"], True))]
     output, errors, result = run(command, environment, 60)
     good = result != 0 and not lines(output)
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} no provider: result {result}", flush=True)
-    return good
+    return judged(good, f"{mpi.name:8} no provider: result {result}")
 
 
 def await_listener(process, port):
@@ -428,8 +420,7 @@ def tools(hosts):
     environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER)}
     inside = lambda end: ["ip", "netns", "exec", hosts.names[end]]
     output, _, result = run([*inside(0), "fi_info", "-p", "rmpp"], environment, 20)
-    good = result == 0 and "FI_EP_RDM" in output
-    print(f"{'ok  ' if good else 'FAIL'} fi_info", flush=True)
+    good = judged(result == 0 and "FI_EP_RDM" in output, "fi_info")
     for sizes in (["-S", "64"], ["-S", "1048576"], []):
         command = ["fi_pingpong", "-p", "rmpp", "-e", "rdm", "-c", *sizes]
         server = subprocess.Popen([*inside(0), *command], env=environment, stdout=subprocess.DEVNULL)
@@ -440,8 +431,7 @@ def tools(hosts):
         except subprocess.TimeoutExpired:
             server.kill()
             fine = False
-        print(f"{'ok  ' if fine else 'FAIL'} fi_pingpong {' '.join(sizes)} {'' if fine else errors}", flush=True)
-        good &= fine
+        good &= judged(fine, f"fi_pingpong {' '.join(sizes)}", errors)
     return good
 
 
