@@ -94,8 +94,8 @@ def papers(container, package):
         container.says("man", "-w", f"baton-{command}")
     container.says("man", "-w", "baton")
     script = """. /usr/share/bash-completion/bash_completion; . /usr/share/bash-completion/completions/baton; complete -p baton >/dev/null
-        COMP_WORDS=(baton st); COMP_CWORD=1; _baton baton st baton; echo "${COMPREPLY[@]}" """
-    assert container.says("bash", "-c", script).split() == ["status"]
+        COMP_WORDS=(baton en); COMP_CWORD=1; _baton baton en baton; echo "${COMPREPLY[@]}" """
+    assert container.says("bash", "-c", script).split() == ["enable"]
     assert "libbaton.so.0" in container.says("ldconfig", "-p")
     for library in ("libbaton_preload.so", "librmpp-fi.so", "librmpp-memory.so"):
         assert (container.root / "usr/lib/baton" / library).exists()
@@ -463,7 +463,7 @@ def main():
         run(container, given)
     except BaseException:
         if container.leader:
-            for command in (["journalctl", "-u", "baton", "-u", "nginx", "--no-pager", "-n", "40"], ["baton", "ls"], ["baton", "status"]):
+            for command in (["journalctl", "-u", "baton", "-u", "nginx", "-u", "activated", "--no-pager", "-n", "60"], ["baton", "ls"], ["baton", "status"]):
                 print(container.run(*command, check=False)[1], file=sys.stderr)
         raise
     finally:

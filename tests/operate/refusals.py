@@ -48,7 +48,7 @@ while (accept(my $client, $listener)) {
 }
 """
 ACTIVATED = """[Service]
-ExecStart=/usr/bin/perl /var/tmp/echo.pl
+ExecStart=/usr/bin/perl /srv/echo.pl
 User=www-data
 NoNewPrivileges=yes
 PrivateTmp=yes
@@ -114,7 +114,7 @@ def full_disk(system):
 def activated(system):
     step("a socket-activated unit of an ordinary user, with filters of system calls and of address families")
     units = system.root / "etc/systemd/system"
-    (system.root / "var/tmp/echo.pl").write_text(ECHO)
+    (system.root / "srv/echo.pl").write_text(ECHO)
     (units / "activated.service").write_text(ACTIVATED)
     (units / "activated.socket").write_text("[Socket]\nListenStream=127.0.0.1:7070\n")
     system.says("systemctl", "daemon-reload")
@@ -127,7 +127,7 @@ def activated(system):
     client.end()
     system.says("baton", "disable", "activated")
     system.says("systemctl", "stop", "activated.socket", "activated.service")
-    for path in (units / "activated.service", units / "activated.socket", system.root / "var/tmp/echo.pl"):
+    for path in (units / "activated.service", units / "activated.socket", system.root / "srv/echo.pl"):
         path.unlink()
     system.says("systemctl", "daemon-reload")
 
