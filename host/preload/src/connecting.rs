@@ -10,8 +10,10 @@ use crate::wait::{self, Wait, Want};
 use crate::{faults, process};
 use crate::{real, sections, thread};
 use baton_abi::layout::Owner;
+use baton_client::Connection;
 use libc::{c_int, sockaddr, socklen_t};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::sync::atomic::Ordering;
 
 /// Reads the program's address. None if it is no unicast address by which the NIC could reach anybody.
 pub(crate) fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
@@ -44,7 +46,20 @@ pub(crate) fn parse(address: *const sockaddr, length: socklen_t) -> Option<Socke
     reachable.then_some(parsed)
 }
 
-/// connect(2) by the NIC. None if the kernel has to do it.
+/// The family of an address. None if the kernel refuses the address before it looks at the socket.
+pub(crate) fn family(address: *const sockaddr, length: socklen_t) -> Option<c_int> {
+    let mut room = [0u8; size_of::<libc::sockaddr_storage>()];
+    let bytes = room.get_mut(..length as usize)?;
+    if !faults::read_all(address.cast::<u8>(), bytes) {
+        return None;
+    }
+    let [first, second, ..] = bytes else { return None };
+    Some(c_int::from(u16::from_ne_bytes([*first, *second])))
+}
+
+/// connect(2) by the NIC. None if the kernel has to do it. As in Linux (__inet_stream_connect), a connection that does
+/// not come about is over when a connect(2) has said so: with its error, or ECONNABORTED if another call had that. Then
+/// the next one begins another.
 ///
 /// # Safety
 /// As connect(2).
@@ -52,34 +67,37 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
     if !process::plan().is_some_and(process::Plan::is_full) || tcp.listens() {
         return None;
     }
-    let peer = parse(address, length);
-    if let Some((connection, session)) = tcp.managed() {
-        if connection.owner() == Owner::Nic && connection.is_opening() {
-            return peer.map(|_| thread::fail(libc::EALREADY) as c_int);
-        }
-        session.shared.catch_up(thread::token());
-        if connection.owner() != Owner::Nic || !connection.was_not_opened() {
-            return None;
-        }
-        let error = connection.take_error();
-        tcp.forget_failed();
-        // One that ends the connection (AF_UNSPEC) succeeds, as in the kernel.
-        let dissolves = length >= 2 && faults::read(address.cast::<u16>()) == Some(libc::AF_UNSPEC as u16);
-        if error != 0 && !dissolves {
-            // No call has said why the last attempt has failed: this one does, and the next one begins another.
-            return Some(thread::fail(error as c_int) as c_int);
-        }
-    }
+    // One that ends the connection (AF_UNSPEC) succeeds, as in the kernel.
+    let dissolves = family(address, length)? == libc::AF_UNSPEC;
     let errno = thread::errno();
-    if !tcp.open_by_nic(fd, peer?) {
-        thread::set_errno(errno);
-        return None;
+    let mut goes_on = libc::EINPROGRESS;
+    match tcp.managed() {
+        Some((connection, _)) if connection.owner() == Owner::Nic && connection.is_opening() => {
+            if dissolves {
+                return None;
+            }
+            goes_on = libc::EALREADY;
+        }
+        Some((connection, session)) => {
+            session.shared.catch_up(thread::token());
+            if connection.owner() != Owner::Nic || !connection.was_not_opened() {
+                return None;
+            }
+            let error = take_failure(tcp, connection);
+            return (!dissolves).then(|| thread::fail(error) as c_int);
+        }
+        None => {
+            if !tcp.open_by_nic(fd, parse(address, length)?) {
+                thread::set_errno(errno);
+                return None;
+            }
+        }
     }
     // SAFETY: F_GETFL takes no pointer.
     if unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0 {
-        return Some(thread::fail(libc::EINPROGRESS) as c_int);
+        return Some(thread::fail(goes_on) as c_int);
     }
-    Some(match finish(tcp, fd) {
+    let done = match finish(tcp, fd) {
         // SAFETY: this function's `# Safety` is connect(2)'s.
         Err(libc::EINTR) if sections::is_withdrawn() => match unsafe { real::connect(fd, address, length) } {
             -1 if thread::errno() == libc::EISCONN => 0,
@@ -89,11 +107,25 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
             thread::set_errno(errno);
             0
         }
+        // Linux reports an operation that goes on.
+        Err(libc::EAGAIN) => thread::fail(goes_on) as c_int,
         Err(number) => thread::fail(number) as c_int,
-    })
+    };
+    if done == 0 {
+        tcp.connecting.store(false, Ordering::Relaxed);
+    }
+    Some(done)
 }
 
-/// Waits until a connection is open. Err with errno.
+/// The error of a connection that the NIC could not open, for the connect(2) that says so: then its socket can open
+/// another one.
+fn take_failure(tcp: &'static Tcp, connection: &Connection) -> c_int {
+    let error = connection.take_error();
+    tcp.forget_failed();
+    if error != 0 { error as c_int } else { libc::ECONNABORTED }
+}
+
+/// Waits until a connection is open. Err with errno: EAGAIN after SO_SNDTIMEO.
 fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
     let mut wait = Wait::new(crate::io::deadline(fd, libc::SO_SNDTIMEO), Mark::now());
     let generation = tcp.generation();
@@ -110,6 +142,9 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
         session.shared.catch_up(thread::token());
         if owner == Owner::Nic {
             let readiness = session.shared.readiness(connection, thread::token());
+            if connection.was_not_opened() {
+                return Err(take_failure(tcp, connection));
+            }
             if readiness.ended.is_some_and(|error| error != 0) {
                 return Err(connection.take_error() as c_int);
             }
@@ -129,11 +164,6 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
                 None => {}
             }
         }
-        match wait::block(tcp, fd, Want::Send, &mut wait) {
-            Ok(()) => {}
-            // Linux reports an operation that goes on.
-            Err(libc::EAGAIN) => return Err(libc::EINPROGRESS),
-            Err(number) => return Err(number),
-        }
+        wait::block(tcp, fd, Want::Send, &mut wait)?;
     }
 }

@@ -738,7 +738,10 @@ impl Seen {
     }
 
     fn note(&mut self, now: Progress, events: u32) {
-        self.rearms = now.rearms;
+        if self.rearms != now.rearms {
+            // What was reported before counts no more, such as the end of an earlier connection.
+            *self = Seen { rearms: now.rearms, ..Seen::default() };
+        }
         if events & (READABLE | EPOLLPRI as u32) != 0 {
             self.received = Some(now.received);
         }

@@ -93,6 +93,9 @@ pub(crate) struct Tcp {
     pub stuck: AtomicU32,
     /// Number of calls after which the kernel reports again what a socket is ready for, reported before or not.
     pub rearms: AtomicU32,
+    /// The NIC was to open its connection, and no connect(2) has said yet that it is open: the next one succeeds, as in
+    /// Linux (SS_CONNECTING).
+    pub connecting: AtomicBool,
     plan: AtomicU64,
     /// Bytes a second that it has to carry to be on the NIC; 0 if it is wanted there whatever it carries.
     hot_from: AtomicU32,
@@ -396,6 +399,9 @@ impl Tcp {
         }
         self.note_origin(Origin::Connected);
         self.made(session);
+        self.connecting.store(true, RELAXED);
+        // What was reported of the socket so far was not of this connection.
+        self.rearm();
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();
         sets.iter().for_each(|(set, _)| set.prepare_for_nic());
@@ -403,12 +409,15 @@ impl Tcp {
         true
     }
 
-    /// Leaves the agent's care, since the NIC could not open its connection: another one can be opened.
+    /// Leaves the agent's care, since the NIC could not open its connection: another one can be opened. As the kernel's
+    /// does then, the socket reports anew that it is not connected.
     pub fn forget_failed(&'static self) {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
             let _ = session.shared.forget(connection, false);
+            self.connecting.store(false, RELAXED);
             self.put_into(State::Candidate);
+            self.rearm();
         }
     }
 

@@ -36,6 +36,7 @@ struct Socket {
     read: u32,
     full: bool,
     stuck: u32,
+    rearms: u32,
     fin: bool,
     /// Sends that the library has completed, and completions that the program has read.
     completed: u32,
@@ -130,7 +131,7 @@ impl World for Model {
 
     fn progress(&mut self, socket: usize, _: c_int) -> Progress {
         let socket = &self.sockets[socket];
-        Progress { received: socket.arrived, stuck: socket.stuck, rearms: 0, completions: socket.completed }
+        Progress { received: socket.arrived, stuck: socket.stuck, rearms: socket.rearms, completions: socket.completed }
     }
 
     fn may_move(&mut self, _: usize) -> bool {
@@ -264,6 +265,7 @@ impl Program {
             read: 0,
             full: false,
             stuck: 0,
+            rearms: 0,
             fin: false,
             completed: 0,
             noted: 0,
@@ -562,6 +564,32 @@ fn what_is_watched_beside_a_file_goes_with_it() {
             assert!(model.watches.is_empty());
         }
     }
+}
+
+/// A socket whose connection could not be opened, or has ended, gets another one: what was reported of the earlier one
+/// keeps back nothing that happens to this one.
+#[test]
+fn another_connection_of_a_socket_reports_all_anew() {
+    const DATA: u64 = 7;
+    let mut program = Program::new();
+    let socket = program.socket(0);
+    let Program { model, interest, .. } = &mut program;
+    model.sockets[socket].place = Place::Nic;
+    model.sockets[socket].fin = true;
+    let slot = interest.set(model, EPOLL_CTL_ADD, 0, socket, (IN | OUT | RDHUP | EDGE, DATA)).expect("a slot");
+    let mut after = |change: fn(&mut Socket)| {
+        change(&mut model.sockets[socket]);
+        interest.enqueue(slot);
+        reported(model, interest)
+    };
+    assert_eq!(after(|_| {}), [(DATA, IN | OUT | RDHUP)]);
+    assert!(after(|_| {}).is_empty());
+    let begins = |socket: &mut Socket| (socket.rearms, socket.fin, socket.full) = (socket.rearms + 1, false, true);
+    assert!(after(begins).is_empty());
+    assert_eq!(after(|socket| socket.full = false), [(DATA, OUT)]);
+    assert!(after(|_| {}).is_empty());
+    assert_eq!(after(|socket| socket.fin = true), [(DATA, IN | OUT | RDHUP)]);
+    assert!(after(|_| {}).is_empty());
 }
 
 proptest! {

@@ -1,9 +1,10 @@
 /* connect(2), bind(2) and listen(2) of a socket that has a connection, again and again: they are refused at once, and the connection goes on.
- * Usage: connected CASE [moved] */
+ * Or of one that a set reports already. Usage: connected CASE [moved] */
 
 #include "sockets.h"
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/epoll.h>
 
 #define ROUNDS 30
 #define CALLS 1000
@@ -51,9 +52,39 @@ static int beside(void)
     return 0;
 }
 
+/* The next edge of the one socket in a set. */
+static unsigned edge(int set)
+{
+    struct epoll_event reported;
+    CHECK(epoll_wait(set, &reported, 1, 20000) == 1);
+    return reported.events;
+}
+
+/* A socket that a set has reported before it is connected: of its connection the set reports all the same. */
+static int in_a_set(int moved)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET};
+    int listener = socket(AF_INET, SOCK_STREAM, 0), client = socket(AF_INET, SOCK_STREAM, 0), set = epoll_create1(0), server;
+    CHECK(bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 1) == 0);
+    CHECK(getsockname(listener, (struct sockaddr *)&address, &length) == 0);
+    CHECK(set >= 0 && epoll_ctl(set, EPOLL_CTL_ADD, client, &event) == 0 && edge(set) == (EPOLLOUT | EPOLLHUP));
+    CHECK(connect(client, (struct sockaddr *)&address, length) == 0);
+    CHECK((server = accept(listener, NULL, NULL)) >= 0);
+    if (moved)
+        until_on_nic(client);
+    CHECK(edge(set) == EPOLLOUT);
+    CHECK(shutdown(server, SHUT_WR) == 0);
+    CHECK((edge(set) & (EPOLLIN | EPOLLRDHUP | EPOLLHUP)) == (EPOLLIN | EPOLLRDHUP));
+    return 0;
+}
+
 int main(int count, char **arguments)
 {
     alarm(STANDS_STILL);
+    if (count >= 2 && strcmp(arguments[1], "in a set") == 0)
+        return in_a_set(count > 2);
     if (count >= 2 && strcmp(arguments[1], "beside") == 0)
         return beside();
     struct pair ends = connect_pair();

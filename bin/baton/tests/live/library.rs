@@ -130,6 +130,13 @@ fn a_connected_socket_is_not_connected_again() {
     as_natively("connected", &["beside"]);
 }
 
+/// A socket that is in a set, edge-triggered, and has been reported there before it is connected: there is an edge when
+/// the connection is open, and one when it ends.
+#[test]
+fn a_connection_has_its_edges_whatever_was_reported_before() {
+    as_natively("connected", &["in a set"]);
+}
+
 /// What comes while a close(2) is under way does not turn its FIN into a reset.
 #[test]
 fn a_close_sends_a_fin_though_more_comes_behind_it() {

@@ -6,12 +6,13 @@ use crate::listening::{self, Accepted};
 use crate::sections::{self, Section};
 use crate::table::{self, Change, File};
 use crate::tcp::{self, Origin, Tcp};
-use crate::thread::fail;
+use crate::thread::{self, fail};
 use crate::whole::Whole;
 use crate::{faults, forks, leaving, options, process, real, udp, unserved, worth};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+use std::sync::atomic::Ordering;
 
 fn note_new(fd: c_int) -> Option<&'static Tcp> {
     process::plan()?;
@@ -167,15 +168,24 @@ fn connect_again(tcp: &'static Tcp, address: *const sockaddr, length: socklen_t,
     if tcp.is_pinned() {
         return None;
     }
-    let mut room = [0u8; size_of::<libc::sockaddr_storage>()];
-    let bytes = room.get_mut(..length as usize).filter(|bytes| bytes.len() >= size_of::<libc::sa_family_t>());
     // What the kernel refuses before it looks at the socket is the program's own call.
-    let is_address = bytes.is_some_and(|bytes| faults::read_all(address.cast(), bytes));
+    let is_address = connecting::family(address, length).is_some();
     Some(tcp.undisturbed(|owner| match owner {
         // The shell of one that has ended is disconnected, and would connect.
         Some(Owner::Nic) if is_address => fail(libc::EISCONN) as c_int,
         _ => native(),
     }))
+}
+
+/// The result of a connect(2) on a connection that is there: the first one on a connection that the NIC was to open
+/// succeeds. The kernel's socket, which did not open it, says EISCONN.
+fn said_once(tcp: &Tcp, done: c_int, errno: c_int) -> c_int {
+    let is_open = done == 0 || thread::errno() == libc::EISCONN;
+    if is_open && tcp.connecting.swap(false, Ordering::Relaxed) {
+        thread::set_errno(errno);
+        return 0;
+    }
+    done
 }
 
 /// Intercepts the C library's `connect`.
@@ -196,11 +206,13 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { leaving::asleep(|| real::connect(fd, address, length)) };
     };
+    let errno = thread::errno();
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
         return result;
     }
     if length >= 2 && faults::read(address.cast::<u16>()) == Some(libc::AF_UNSPEC as u16) {
+        tcp.connecting.store(false, Ordering::Relaxed);
         // SAFETY: the program's own arguments (`# Safety`). The call does not wait.
         return dissolve(tcp, || unsafe { real::connect(fd, address, length) });
     }
@@ -211,13 +223,14 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
     if inside.is_none()
         && let Some(done) = connect_again(tcp, address, length, native)
     {
-        return done;
+        return said_once(tcp, done, errno);
     }
     drop(section);
-    let done = leaving::asleep(native);
+    let done = said_once(tcp, leaving::asleep(native), errno);
     drop(inside);
     let Some(_section) = Section::enter() else { return done };
-    if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
+    if done == 0 || thread::errno() == libc::EINPROGRESS {
+        tcp.note_connect();
         // The kernel has read this many bytes of it.
         let shown = (length as usize).min(size_of::<libc::sockaddr_in6>());
         // SAFETY: connect(2) has just read `length` bytes there, and the slice is not kept.

@@ -42,6 +42,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             taken: AtomicU32::new(0),
             stuck: AtomicU32::new(0),
             rearms: AtomicU32::new(0),
+            connecting: AtomicBool::new(false),
             plan: AtomicU64::new(UNPLANNED),
             hot_from: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
@@ -74,6 +75,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.completions.forget(tcp.generation());
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
+    tcp.connecting.store(false, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);
     tcp.bytes.store(0, RELAXED);
     tcp.requests.store(0, RELAXED);

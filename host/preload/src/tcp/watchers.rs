@@ -32,6 +32,15 @@ impl Tcp {
         self.changed();
     }
 
+    /// As [`Tcp::rearm`], of a socket that the kernel has just connected, or begun to: what it reports of that it
+    /// reports by itself, as long as the connection is there.
+    pub fn note_connect(&self) {
+        self.rearms.fetch_add(1, Ordering::AcqRel);
+        if self.is_managed() {
+            self.changed();
+        }
+    }
+
     /// Adds a waiter, which is woken at each event.
     pub fn add_waiter(&self, waiter: &Arc<Waiter>) {
         locked(&self.waiters).push(waiter.clone());

@@ -7,13 +7,15 @@ use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
 use baton_protocol::program::{Ask, Place, Reply};
-use std::io::Write;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 
 in_both_shapes! {
     connecting_fails_as_natively
     a_socket_that_was_refused_connects_again
+    each_connection_of_a_socket_has_its_edges
+    connect_goes_on_with_what_it_has_begun
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
     an_ipsec_policy_leaves_what_the_nic_is_opening_to_the_kernel
@@ -235,6 +237,82 @@ fn a_socket_that_was_refused_connects_again(beside: bool) {
     let made = count(&bed, Counter::Made);
     assert_eq!(run(&bed, true, &program), natively);
     assert_eq!(count(&bed, Counter::Made), made + 2);
+}
+
+/// Connects a socket that is in a set already, edge-triggered, to a port where nobody listens, twice, and then to one
+/// where somebody does, who ends the stream when a byte comes.
+const BY_EDGE: &str = "
+import errno, select, socket, sys
+nobody, somebody = (sys.argv[1], 6001), (sys.argv[1], 6000)
+one = socket.socket()
+one.setblocking(False)
+epoll = select.epoll()
+epoll.register(one, select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
+def edges(): return [hex(events) for _, events in epoll.poll(20)]
+def connect(to): return errno.errorcode.get(one.connect_ex(to), 'open')
+print(edges())
+for to in nobody, nobody, somebody:
+    print(connect(to), edges(), one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    if to == nobody: print(connect(to), edges())
+print(connect(somebody), connect(somebody))
+one.send(b'x')
+print(int(edges()[0], 16) & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP) == select.EPOLLIN | select.EPOLLRDHUP)
+";
+
+/// Of each connection that a socket gets, opened or not, a set reports what happens to it, whatever it has reported of
+/// the socket before. A connect(2) says how the last attempt ended: ECONNABORTED where SO_ERROR has said why already,
+/// and once that it is open.
+fn each_connection_of_a_socket_has_its_edges(beside: bool) {
+    let bed = bed(beside);
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 6000))).expect("a listener");
+    std::thread::spawn(move || {
+        for mut peer in listener.incoming().flatten() {
+            let ended = peer.read_exact(&mut [0]).and_then(|()| peer.shutdown(Shutdown::Write));
+            // Until the program ends, so that nothing else happens to the connection.
+            let _ = ended.and_then(|()| std::io::copy(&mut peer, &mut std::io::sink()));
+        }
+    });
+    let address = address_b(false).to_string();
+    let program = ["python3", "-c", BY_EDGE, &address];
+    let natively = run(&bed, false, &program);
+    let refused = "EINPROGRESS ['0x201d'] 111\nECONNABORTED ['0x14']\n";
+    assert_eq!(natively, format!("['0x14']\n{refused}{refused}EINPROGRESS ['0x4'] 0\nopen EISCONN\nTrue\n"));
+    let made = count(&bed, Counter::Made);
+    assert_eq!(run(&bed, true, &program), natively);
+    assert_eq!(count(&bed, Counter::Made), made + 1);
+}
+
+/// Begins to connect where each first SYN is lost, with a time limit; and goes on without one.
+const GOES_ON: &str = "
+import errno, socket, struct, sys
+def connect(one, to): return errno.errorcode.get(one.connect_ex(to), 'open')
+def begin():
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack('ll', 0, 100_000))
+    return one
+slow = (sys.argv[1], 6004)
+one = begin()
+print(connect(one, slow), connect(one, slow), connect(one, ('127.0.0.1', 1)))
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack('ll', 0, 0))
+print(connect(one, slow), connect(one, slow), one.getpeername() == slow)
+";
+
+/// A connect(2) that may wait waits for the connection that an earlier one has begun, whatever address it is given; one
+/// that may not, or not long enough, says EALREADY.
+fn connect_goes_on_with_what_it_has_begun(beside: bool) {
+    let bed = bed(beside);
+    let _listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 6004))).expect("a listener");
+    let rules = "add table inet wall; add chain inet wall in { type filter hook input priority 0 ; }; \
+                 add rule inet wall in tcp dport 6004 tcp flags & (syn | ack) == syn numgen inc mod 2 0 drop";
+    let added = on_b(&bed, &["nft", rules]);
+    assert!(added.status.success(), "{}", text(&added.stderr));
+    let address = address_b(false).to_string();
+    let program = ["python3", "-c", GOES_ON, &address];
+    let natively = run(&bed, false, &program);
+    assert_eq!(natively, "EINPROGRESS EALREADY EALREADY\nopen EISCONN True\n");
+    let made = count(&bed, Counter::Made);
+    assert_eq!(run(&bed, true, &program), natively);
+    assert_eq!(count(&bed, Counter::Made), made + 1);
 }
 
 /// A BPF program at the control group refuses connect(2): the call fails with EPERM at once, and the NIC opens no
