@@ -1,6 +1,6 @@
 /* Calls that transfer a part of what is asked for. The peer sends fewer bytes than MSG_WAITALL or SO_RCVLOWAT asks for. When SO_RCVTIMEO
  * expires, or a signal comes, the call must return these bytes, and not EAGAIN or EINTR. When the others come it must return all of them,
- * also where it only looks (MSG_PEEK). Or a send fills the queue.
+ * also where it only looks (MSG_PEEK). Or a send fills the queue. Or several messages are received within a time limit.
  * Usage: partly CASE [moved] */
 
 #include "sockets.h"
@@ -192,9 +192,22 @@ static void room_after_sendfile(void)
     fill(by_sendfile);
 }
 
+/* The time that is left is written back. */
+static void messages_within_a_limit(void)
+{
+    enum { LIMIT = 20 };
+    char got[2];
+    struct iovec pieces[2] = {{got, 1}, {got + 1, 1}};
+    struct mmsghdr messages[2] = {{.msg_hdr = {.msg_iov = pieces, .msg_iovlen = 1}}, {.msg_hdr = {.msg_iov = pieces + 1, .msg_iovlen = 1}}};
+    struct timespec left = {LIMIT, 0};
+    CHECK(send(ends.client, "ab", 2, 0) == 2);
+    CHECK(recvmmsg(ends.server, messages, 2, 0, &left) == 2 && memcmp(got, "ab", 2) == 0);
+    CHECK(left.tv_sec >= 0 && left.tv_sec < LIMIT);
+}
+
 int main(int count, char **arguments)
 {
-    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}, {"write", room_after_write}, {"sendfile", room_after_sendfile}};
+    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}, {"write", room_after_write}, {"sendfile", room_after_sendfile}, {"messages", messages_within_a_limit}};
     alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_used(count > 2);

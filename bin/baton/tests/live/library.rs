@@ -110,6 +110,12 @@ fn a_receive_of_all_bytes_gets_all() {
     as_natively_while_moving("partly", &["all"]);
 }
 
+/// Several messages that are received within a time limit: the program gets the time that is left.
+#[test]
+fn what_is_left_of_a_time_limit_is_written_back() {
+    as_natively("partly", &["messages"]);
+}
+
 /// A send has filled the queue in the kernel when the connection moves: an edge follows when there is room again.
 #[test]
 fn an_edge_follows_a_send_that_has_filled_the_queue() {

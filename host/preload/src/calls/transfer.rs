@@ -323,6 +323,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         // SAFETY: the program's own arguments (`# Safety`). The kernel refuses it.
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     }
+    let time = limit;
     let limit =
         given.flatten().map(|limit| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_nsec as u64 / 1000));
     // Linux, in do_recvmmsg: a pending error comes before what has arrived, and before the messages are looked at.
@@ -330,16 +331,14 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     if error != 0 {
         return thread::fail(error) as c_int;
     }
-    for at in 0..count {
-        // The limit is checked between messages (Linux, do_recvmmsg).
-        if at > 0 && limit.is_some_and(|limit| crate::wait::now() - started >= limit) {
-            return at as c_int;
-        }
-        let only_first = flags & libc::MSG_WAITFORONE != 0 && at > 0;
+    let (mut got, mut left) = (0, limit);
+    // The limit is checked between messages (Linux, do_recvmmsg).
+    while got < count && (got == 0 || left != Some(0)) {
+        let only_first = flags & libc::MSG_WAITFORONE != 0 && got > 0;
         let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
-        let entry = messages.wrapping_add(at as usize);
+        let entry = messages.wrapping_add(got as usize);
         let known = faults::read(entry).map(|entry| entry.msg_hdr);
-        let call = if at > 0 { Call::Further } else { Call::Several };
+        let call = if got > 0 { Call::Further } else { Call::Several };
         let received = match (known, tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
             (Some(mut own), Some(tcp), _) => unsafe {
@@ -355,10 +354,24 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         };
         // SAFETY: `entry` is one of the program's own messages (`# Safety`).
         if received < 0 || !unsafe { note_length(entry, received) } {
-            return if at > 0 { at as c_int } else { -1 };
+            if got == 0 {
+                return -1;
+            }
+            break;
+        }
+        got += 1;
+        left = limit.map(|limit| limit.saturating_sub(crate::wait::now() - started));
+    }
+    if got > 0
+        && let Some(left) = left
+    {
+        let left = timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 };
+        // SAFETY: the program's own arguments (`# Safety`): Linux writes back the time that is left.
+        if !unsafe { faults::write(time, left) } {
+            return thread::fail(libc::EFAULT) as c_int;
         }
     }
-    count as c_int
+    got as c_int
 }
 
 /// Intercepts the C library's `write`.
