@@ -127,7 +127,7 @@ fn take_failure(tcp: &'static Tcp, connection: &Connection) -> c_int {
 
 /// Waits until a connection is open. Err with errno: EAGAIN after SO_SNDTIMEO.
 fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
-    let mut wait = Wait::new(crate::io::deadline(fd, libc::SO_SNDTIMEO), Mark::now());
+    let mut wait = Wait::new(wait::deadline(fd, libc::SO_SNDTIMEO), Mark::now());
     let generation = tcp.generation();
     loop {
         if sections::is_withdrawn() {

@@ -223,25 +223,15 @@ pub(crate) fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
     })
 }
 
-/// [`deadline`] of a connection's call, unless it is known that there is none.
+/// [`wait::deadline`] of a connection's call, unless it is known that there is none.
 fn deadline_of(tcp: &Tcp, fd: c_int, option: c_int) -> Option<u64> {
     let fact = if option == libc::SO_SNDTIMEO { SENDS_FOR_EVER } else { RECEIVES_FOR_EVER };
     let mut limit = None;
     tcp.waits(fact, || {
-        limit = deadline(fd, option);
+        limit = wait::deadline(fd, option);
         limit.is_none()
     });
     limit
-}
-
-/// When a blocking call times out (SO_RCVTIMEO, SO_SNDTIMEO): microseconds of the monotonic clock.
-pub(crate) fn deadline(fd: c_int, option: c_int) -> Option<u64> {
-    let mut limit = libc::timeval { tv_sec: 0, tv_usec: 0 };
-    let mut length = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: `limit` and `length` are live and have room for one timeval.
-    unsafe { real::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut limit).cast(), &mut length) };
-    let micros = (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64);
-    (micros > 0).then(|| wait::after(micros))
 }
 
 /// The result of one attempt.

@@ -12,7 +12,7 @@ use crate::few::Few;
 use crate::sections::{self, Section};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
-use crate::{io, leaving, process, table, thread, wait};
+use crate::{leaving, process, table, thread, wait};
 use baton_protocol::program::Until;
 use libc::c_int;
 
@@ -37,7 +37,7 @@ impl Patience {
     pub fn of(fd: c_int, option: c_int, never: bool) -> Patience {
         // SAFETY: F_GETFL takes no pointer.
         let nonblocking = || unsafe { crate::real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
-        if never || nonblocking() { Patience::Never } else { Patience::Until(io::deadline(fd, option)) }
+        if never || nonblocking() { Patience::Never } else { Patience::Until(wait::deadline(fd, option)) }
     }
 }
 

@@ -267,7 +267,7 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
             drop(section);
             return Some(Accepted::Kernel(native()));
         };
-        let deadline = *deadline.get_or_insert_with(|| crate::io::deadline(fd, libc::SO_RCVTIMEO));
+        let deadline = *deadline.get_or_insert_with(|| wait::deadline(fd, libc::SO_RCVTIMEO));
         if !has_descriptor_left(queue) {
             drop(section);
             return Some(Accepted::Kernel(native()));

@@ -16,7 +16,7 @@ use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::ShortLock;
 use crate::waiter::Waiter;
-use crate::waiting::{Fact, Waiting};
+use crate::waiting::{Fact, Negative, Waiting};
 use crate::worth::{Moment, Worth};
 use crate::{options, thread};
 use baton_abi::layout::Owner;
@@ -119,6 +119,8 @@ pub(crate) struct Tcp {
     nonblocking: AtomicBool,
     /// How its calls wait.
     waiting: Waiting,
+    /// Its negative time limits.
+    pub negative: Negative,
     /// Completions of sends with MSG_ZEROCOPY.
     pub completions: Completions,
     /// Failed attempts to register it with the agent.

@@ -11,8 +11,9 @@ use crate::call::Call;
 use crate::process::{self, Session};
 use crate::sections::{self, Section};
 use crate::short_lock::{Held, ShortLock};
+use crate::waiting::Negative;
 use crate::whole::Whole;
-use crate::{connecting, forks, io, leaving, real, table, tcp, thread, wait};
+use crate::{connecting, forks, leaving, real, table, tcp, thread, wait};
 use baton_client::Datagrams;
 use baton_ring::give_way;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
@@ -74,6 +75,7 @@ pub(crate) struct Udp {
     peer: Mutex<Option<SocketAddr>>,
     v6: AtomicBool,
     descriptors: AtomicU32,
+    negative: Negative,
     /// The sets that watch it: the set, and the program's event.
     sets: Mutex<Vec<(c_int, epoll_event)>>,
 }
@@ -142,6 +144,7 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
     if udp && family && process::plan().is_some_and(process::Plan::is_full) {
         let udp = unused().unwrap_or_else(|| Box::leak(Box::default()));
         udp.again.reset();
+        udp.negative.clear();
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
         put(fd, Some(udp));
@@ -277,6 +280,11 @@ fn local_port(fd: c_int) -> u16 {
 }
 
 impl Udp {
+    /// Its negative time limits.
+    pub(crate) fn negative(&self) -> &Negative {
+        &self.negative
+    }
+
     /// The socket's rings, if the NIC has or had it; has the NIC take it if that was not tried.
     fn taken(&self, fd: c_int) -> Option<Taken> {
         if table::is_wiped() {
@@ -440,7 +448,7 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
     };
-    let (deadline, mut has_slept) = (io::deadline(fd, libc::SO_RCVTIMEO), false);
+    let (deadline, mut has_slept) = (wait::deadline(fd, libc::SO_RCVTIMEO), false);
     loop {
         let turn = udp.received.fetch_add(1, Ordering::Relaxed) % TURN == TURN - 1;
         let kernel_first = turn || udp.kernel_first.load(Ordering::Acquire);

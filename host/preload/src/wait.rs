@@ -12,7 +12,7 @@ use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::waiter::{self, Waiter, Waiters};
 use crate::wake::WITHOUT_DESCRIPTOR;
-use crate::{leaving, lookout, process, real, sections, thread};
+use crate::{leaving, lookout, process, real, sections, table, thread, udp};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
@@ -54,6 +54,22 @@ pub(crate) fn now() -> u64 {
 /// comes then.
 pub(crate) fn after(limit: u64) -> u64 {
     now().saturating_add(limit)
+}
+
+/// When a blocking call times out (SO_RCVTIMEO, SO_SNDTIMEO): microseconds of the monotonic clock.
+pub(crate) fn deadline(fd: c_int, option: c_int) -> Option<u64> {
+    let mut limit = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let mut length = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: `limit` and `length` are live and have room for one timeval.
+    unsafe { real::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut limit).cast(), &mut length) };
+    let micros = (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64);
+    (micros > 0 || is_negative(fd, option)).then(|| after(micros))
+}
+
+/// Whether such a limit of a socket is negative, so that no call waits.
+fn is_negative(fd: c_int, option: c_int) -> bool {
+    let tcp = table::tcp(fd).map(|tcp| &tcp.negative);
+    tcp.or_else(|| udp::of(fd).map(udp::Udp::negative)).is_some_and(|negative| negative.has(option))
 }
 
 /// A thread that sleeps, as it is counted in the session's memory, if there is one. A handler that interrupts it may

@@ -2,7 +2,8 @@
 //! (O_NONBLOCK is not set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO); and that sends with
 //! MSG_ZEROCOPY are completed. Whatever the program does that may change one of these makes all of them unknown.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use libc::c_int;
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
 /// Something that is known, as bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,9 +47,70 @@ impl Waiting {
     }
 }
 
+/// Which of a socket's time limits (SO_RCVTIMEO, SO_SNDTIMEO) are negative. With such a limit no call waits in Linux
+/// (sock_set_timeout), but what can be read of it is 0, as of a limit that is not set.
+#[derive(Default)]
+pub(crate) struct Negative(AtomicU8);
+
+impl Negative {
+    /// The bit of an option; 0 of one that is no time limit.
+    fn bit(level: c_int, option: c_int) -> u8 {
+        /// The second numbers of both in Linux, for times of 64 bits.
+        const SO_RCVTIMEO_NEW: c_int = 66;
+        const SO_SNDTIMEO_NEW: c_int = 67;
+        match option {
+            libc::SO_RCVTIMEO | SO_RCVTIMEO_NEW if level == libc::SOL_SOCKET => 1,
+            libc::SO_SNDTIMEO | SO_SNDTIMEO_NEW if level == libc::SOL_SOCKET => 2,
+            _ => 0,
+        }
+    }
+
+    /// Notes an option that the kernel has just taken. `seconds` reads them from its value, if it is a time limit.
+    pub fn note(&self, level: c_int, option: c_int, seconds: impl FnOnce() -> Option<i64>) {
+        match Negative::bit(level, option) {
+            0 => {}
+            bit if seconds().is_some_and(|seconds| seconds < 0) => _ = self.0.fetch_or(bit, Ordering::AcqRel),
+            bit => _ = self.0.fetch_and(!bit, Ordering::AcqRel),
+        }
+    }
+
+    /// Whether this limit, SO_RCVTIMEO or SO_SNDTIMEO, is negative.
+    pub fn has(&self, option: c_int) -> bool {
+        self.0.load(Ordering::Acquire) & Negative::bit(libc::SOL_SOCKET, option) != 0
+    }
+
+    /// Those of a new socket.
+    pub fn clear(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+
+    /// Takes over those of another socket.
+    pub fn copy(&self, other: &Negative) {
+        self.0.store(other.0.load(Ordering::Acquire), Ordering::Release);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_negative_limit_is_known_until_another_one_is_set() {
+        let negative = Negative::default();
+        let set = |option, seconds| {
+            negative.note(libc::SOL_SOCKET, option, || Some(seconds));
+            [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO].map(|option| negative.has(option))
+        };
+        assert_eq!(set(libc::SO_RCVTIMEO, -1), [true, false]);
+        assert_eq!(set(libc::SO_SNDTIMEO, i64::MIN), [true, true]);
+        assert_eq!(set(libc::SO_LINGER, 1), [true, true]);
+        assert_eq!(set(libc::SO_RCVTIMEO, 0), [false, true]);
+        let accepted = Negative::default();
+        accepted.copy(&negative);
+        assert!(accepted.has(libc::SO_SNDTIMEO));
+        accepted.clear();
+        assert!(!accepted.has(libc::SO_SNDTIMEO));
+    }
 
     #[test]
     fn a_fact_is_asked_for_once_until_it_may_have_changed() {

@@ -16,8 +16,8 @@ enum { WANTED = 10 };
 enum { NOTHING, PARTLY, ENOUGH, PARTLY_AND_END, PARTLY_AND_RESET, ONLY_END, SITUATIONS };
 static const char *const situations[] = {"nothing", "partly", "enough", "partly, then the end", "partly, then a reset", "the end"};
 static const int flags_of[] = {MSG_PEEK, MSG_WAITALL, MSG_TRUNC, MSG_DONTWAIT};
-enum { BLOCKING, NONBLOCKING, LIMITED, LOWAT, MODES };
-static const char *const modes[] = {"blocking", "non-blocking", "with a limit", "with a low-water mark"};
+enum { BLOCKING, NONBLOCKING, LIMITED, NEGATIVE, LOWAT, MODES };
+static const char *const modes[] = {"blocking", "non-blocking", "with a limit", "with a negative limit", "with a low-water mark"};
 
 static struct pair ends;
 static pid_t sleepers_id;
@@ -95,6 +95,8 @@ static void play(int situation, int mode, int which)
         CHECK(fcntl(ends.server, F_SETFL, O_NONBLOCK) == 0);
     if (mode == LIMITED)
         CHECK(setsockopt(ends.server, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0);
+    if (mode == NEGATIVE)
+        CHECK(setsockopt(ends.server, SOL_SOCKET, SO_RCVTIMEO, &(struct timeval){-1, 0}, sizeof limit) == 0);
     if (mode == LOWAT)
         CHECK(setsockopt(ends.server, SOL_SOCKET, SO_RCVLOWAT, &(int){7}, sizeof(int)) == 0);
     int there = situation == ENOUGH ? 12 : situation == NOTHING || situation == ONLY_END ? 0 : 4;

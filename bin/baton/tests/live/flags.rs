@@ -6,8 +6,8 @@ use crate::library::as_natively;
 use crate::scratch::Scratch;
 
 /// Every set of MSG_PEEK, MSG_WAITALL, MSG_TRUNC and MSG_DONTWAIT, with what is asked for there, partly, or not, before
-/// the end of the stream or a reset; blocking or not, with a time limit, with a low-water mark: the kernel's results,
-/// bytes and rests.
+/// the end of the stream or a reset; blocking or not, with a time limit or a negative one, with a low-water mark: the
+/// kernel's results, bytes and rests.
 #[test]
 fn flags_mean_together_what_they_mean_natively() {
     let scratch = Scratch::new("flags");

@@ -7,6 +7,7 @@ use crate::sections::{self, Section};
 use crate::table::{self, Change, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::{self, fail};
+use crate::waiting::Negative;
 use crate::whole::Whole;
 use crate::{faults, forks, leaving, options, process, real, udp, unserved, worth};
 use baton_abi::layout::Owner;
@@ -100,8 +101,11 @@ unsafe fn accept_from(
     };
     if let Some(tcp) = tcp {
         tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
-        // An accepted socket inherits its listener's SO_RCVLOWAT.
+        // An accepted socket inherits its listener's SO_RCVLOWAT, and the time limits.
         tcp.set_lowat(listener.map_or(1, Tcp::lowat));
+        if let Some(listener) = listener {
+            tcp.negative.copy(&listener.negative);
+        }
         tcp.worth.begin(worth::of_listener(listener));
         match made {
             None => tcp.established(fd, Some(Origin::Accepted)),
@@ -569,6 +573,12 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: *mu
     done
 }
 
+/// Notes an option that the kernel has just taken, if it is a time limit.
+fn note_limit(negative: &Negative, level: c_int, option: c_int, value: *const c_void) {
+    // A timeval begins with its seconds.
+    negative.note(level, option, || faults::read(value.cast::<i64>()));
+}
+
 /// Intercepts the C library's `setsockopt`.
 ///
 /// # Safety
@@ -584,6 +594,11 @@ pub unsafe extern "C-unwind" fn setsockopt(
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
         let done = unsafe { real::setsockopt(fd, level, option, value, length) };
+        if done == 0
+            && let Some(udp) = udp::of(fd)
+        {
+            note_limit(udp.negative(), level, option, value);
+        }
         udp::changed(fd);
         return done;
     };
@@ -594,11 +609,17 @@ pub unsafe extern "C-unwind" fn setsockopt(
     let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the program's own arguments (`# Safety`).
         let done = unsafe { options::set(tcp, fd, level, option, value, length) };
+        if done == 0 {
+            note_limit(&tcp.negative, level, option, value);
+        }
         tcp.forget_waiting();
         return done;
     };
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::setsockopt(fd, level, option, value, length) };
+    if done == 0 {
+        note_limit(&tcp.negative, level, option, value);
+    }
     tcp.forget_waiting();
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
         options::note_lowat(tcp, fd);

@@ -694,7 +694,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         // SAFETY: pread has just written `got` bytes to the buffer.
         let sent = unsafe { io::send(Call::Flagged, tcp, out, buffer.as_ptr().cast(), got as usize, flags) };
         if sent < 0 && done > 0 && thread::errno() == libc::EAGAIN && !io::does_not_wait(tcp, out, 0) {
-            let wait = wait.get_or_insert_with(|| Wait::new(io::deadline(out, libc::SO_SNDTIMEO), section.begun));
+            let wait = wait.get_or_insert_with(|| Wait::new(wait::deadline(out, libc::SO_SNDTIMEO), section.begun));
             if wait::block(tcp, out, Want::Send, wait.after(done)).is_ok() {
                 continue;
             }

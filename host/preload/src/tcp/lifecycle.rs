@@ -6,7 +6,7 @@ use crate::handover::{HandOver, State};
 use crate::listening::{self, Asking};
 use crate::process::Session;
 use crate::short_lock::Held;
-use crate::waiting::Waiting;
+use crate::waiting::{Negative, Waiting};
 use crate::worth::{self, Worth};
 use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
@@ -56,6 +56,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             asking_back: Mutex::default(),
             nonblocking: AtomicBool::new(false),
             waiting: Waiting::default(),
+            negative: Negative::default(),
             completions: Completions::default(),
             attempts: AtomicU32::new(0),
             listens: AtomicBool::new(false),
@@ -72,6 +73,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.set_lowat(1);
     tcp.nonblocking.store(false, RELAXED);
     tcp.waiting.forget();
+    tcp.negative.clear();
     tcp.completions.forget(tcp.generation());
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
@@ -122,6 +124,7 @@ impl Inherited {
         self.track(fd, std::ptr::from_ref(parents) as u64, |tcp| {
             tcp.listens.store(parents.listens(), RELAXED);
             tcp.set_lowat(parents.lowat());
+            tcp.negative.copy(&parents.negative);
             tcp.completions.go_on_from(&parents.completions);
         })
     }

@@ -16,6 +16,7 @@ in_both_shapes! {
     a_socket_that_was_refused_connects_again
     each_connection_of_a_socket_has_its_edges
     connect_goes_on_with_what_it_has_begun
+    a_negative_time_limit_lets_nothing_wait
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
     an_ipsec_policy_leaves_what_the_nic_is_opening_to_the_kernel
@@ -313,6 +314,49 @@ fn connect_goes_on_with_what_it_has_begun(beside: bool) {
     let made = count(&bed, Counter::Made);
     assert_eq!(run(&bed, true, &program), natively);
     assert_eq!(count(&bed, Counter::Made), made + 1);
+}
+
+/// Sets negative time limits, and calls what would wait: connect(2) and recv(2) of a connection, accept(2), recv(2) of
+/// a UDP socket. Each in a process that ends after a while if the call waits.
+const NEGATIVE: &str = "
+import errno, signal, socket, struct, sys
+signal.alarm(20)
+NEGATIVE = struct.pack('ll', -1, 0)
+def attempt(call, *given):
+    try: call(*given)
+    except OSError as error: print(errno.errorcode[error.errno])
+peer = (sys.argv[1], 6000)
+one = socket.socket()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, NEGATIVE)
+attempt(one.connect, (sys.argv[1], 6004))
+one = socket.create_connection(peer)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, NEGATIVE)
+attempt(one.recv, 1)
+attempt(one.dup().recv, 1)
+print(one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16))
+attempt(one.setsockopt, socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack('ll', 1, 1_000_000))
+attempt(one.recv, 1)
+for kind, call in (socket.SOCK_STREAM, socket.socket.accept), (socket.SOCK_DGRAM, lambda one: one.recv(1)):
+    one = socket.socket(type=kind)
+    one.bind(('', 7000))
+    if kind == socket.SOCK_STREAM: one.listen()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, NEGATIVE)
+    attempt(call, one)
+";
+
+/// A negative time limit lets no call wait, although the kernel says of it that there is none.
+fn a_negative_time_limit_lets_nothing_wait(beside: bool) {
+    let bed = bed(beside);
+    let _listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 6000))).expect("a listener");
+    let rules = "add table inet wall; add chain inet wall in { type filter hook input priority 0 ; }; \
+                 add rule inet wall in tcp dport 6004 drop";
+    let added = on_b(&bed, &["nft", rules]);
+    assert!(added.status.success(), "{}", text(&added.stderr));
+    let address = address_b(false).to_string();
+    let program = ["python3", "-c", NEGATIVE, &address];
+    let natively = run(&bed, false, &program);
+    assert_eq!(natively, "EINPROGRESS\nEAGAIN\nEAGAIN\nTrue\nEDOM\nEAGAIN\nEAGAIN\nEAGAIN\n");
+    assert_eq!(run(&bed, true, &program), natively);
 }
 
 /// A BPF program at the control group refuses connect(2): the call fails with EPERM at once, and the NIC opens no
