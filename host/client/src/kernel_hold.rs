@@ -49,6 +49,36 @@ fn leave(memory: &Region, numbers: &[u32]) {
     }
 }
 
+/// Notes of a connection that other processes have its socket, so that it does not move before the agent has looked for
+/// them. Returns false, and notes nothing, if the kernel does not have it, or a thread is inside an operation on it.
+/// Takes no lock and no memory.
+pub(crate) fn mark_in_kernel(shared: &Shared, number: u32, token: Token) -> bool {
+    let memory = shared.memory();
+    let marked = hold(memory, number, token);
+    if marked {
+        mark(memory, number);
+        leave(memory, &[number]);
+    }
+    marked
+}
+
+fn hold(memory: &Region, number: u32, token: Token) -> bool {
+    let busy = word(memory, number, block::BUSY);
+    // The exchange is a full barrier, so the owner is read after it.
+    if busy.compare_exchange(0, token, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+        return false;
+    }
+    let held = owner(memory, number) == Owner::Kernel;
+    if !held {
+        leave(memory, &[number]);
+    }
+    held
+}
+
+fn mark(memory: &Region, number: u32) {
+    word(memory, number, block::FLAGS).fetch_or(block::FLAG_SHARED, Ordering::AcqRel);
+}
+
 impl<'a> KernelHold<'a> {
     /// Holds none of this session's yet.
     pub fn begin(shared: &'a Shared) -> KernelHold<'a> {
@@ -62,17 +92,11 @@ impl<'a> KernelHold<'a> {
     /// Holds the connection with this number, by an operation that the thread is inside of from now on. Returns false,
     /// and holds nothing more, if the kernel does not have it, or a thread is inside an operation on it.
     pub fn add(&mut self, number: u32, token: Token) -> bool {
-        let busy = word(self.memory, number, block::BUSY);
-        // The exchange is a full barrier, so the owner is read after it.
-        if busy.compare_exchange(0, token, Ordering::SeqCst, Ordering::Relaxed).is_err() {
-            return false;
+        let held = hold(self.memory, number, token);
+        if held {
+            self.numbers.push(number);
         }
-        if owner(self.memory, number) != Owner::Kernel {
-            leave(self.memory, &[number]);
-            return false;
-        }
-        self.numbers.push(number);
-        true
+        held
     }
 }
 
@@ -81,7 +105,7 @@ impl Drop for KernelHold<'_> {
         // Not before the fork: the agent takes the mark away when it begins to search for other processes, and such a
         // search would not find the child that is not there yet.
         for number in &self.numbers {
-            word(self.memory, *number, block::FLAGS).fetch_or(block::FLAG_SHARED, Ordering::AcqRel);
+            mark(self.memory, *number);
         }
         leave(self.memory, &self.numbers);
     }

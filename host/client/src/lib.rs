@@ -13,6 +13,7 @@ mod datagrams;
 pub mod discovery;
 mod ending;
 pub mod heap;
+mod inherited;
 mod kernel_hold;
 pub mod messages;
 pub mod preload;
@@ -27,6 +28,7 @@ pub use baton_shm::{address_space, guarded, keep_unlocked};
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;
+pub use inherited::inherit;
 pub use kernel_hold::{KernelHold, is_in_kernel};
 pub use session::{ConnectionId, Session};
 pub use shared::{

@@ -26,7 +26,8 @@
 //! the child's. So nothing is tracked for a child ([`table`], [`udp`]), its calls are the kernel's
 //! ([`Section::enter`]), and what it does changes nothing of what is known of its parent. What it needs of this library
 //! is that a connection which it passes on to the program that it executes is in the kernel then, and that the
-//! environment of that program is right ([`starts`]).
+//! environment of that program is right ([`starts`]). It may be killed at any time, and its parent may end while it is
+//! there: so it takes no lock, and waits for no thread ([`baton_client::inherit`]).
 
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
@@ -287,20 +288,62 @@ pub(crate) fn stays_open_over_exec(fd: c_int) -> bool {
     (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0
 }
 
-/// While this lives nothing is handed over: a program is being started, which inherits descriptors.
+/// Connections that a new process inherits, restored several at a time. Until this is dropped they stay: the agent
+/// would find this process alone with them until the new one is there.
+pub(crate) struct Passed(Vec<&'static Tcp>);
+
+impl Passed {
+    pub fn begin(with_actions: bool) -> Passed {
+        let Some(_section) = Section::enter() else { return Passed(Vec::new()) };
+        let errno = thread::errno();
+        let passed: Vec<&'static Tcp> = stay_open(with_actions).map(|(_, tcp)| tcp).collect();
+        match process::session() {
+            Some(session) => tcp::give_each_back(session, &passed, tcp::START, Until::Never),
+            None => passed.iter().for_each(|tcp| tcp.give_back(tcp::START, Until::Never)),
+        }
+        if with_actions && process::is_mine() {
+            // A datagram socket can be among what they pass on, and so can a set.
+            udp::give_everything_back();
+            epoll::settle();
+        } else {
+            udp::give_back_inherited();
+        }
+        thread::set_errno(errno);
+        Passed(passed)
+    }
+}
+
+impl Drop for Passed {
+    /// Lets them move again, once no other process has them: all that were restored, since another thread may have set
+    /// FD_CLOEXEC of some meanwhile.
+    fn drop(&mut self) {
+        let Some(_section) = Section::enter() else { return };
+        let errno = thread::errno();
+        // What has closed the process meanwhile holds.
+        if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
+            tcp::allow_each_again(session, &self.0);
+        }
+        thread::set_errno(errno);
+    }
+}
+
+/// While this lives nothing is handed over: a program is being started, which inherits descriptors. Those that it
+/// inherits have been restored.
 pub(crate) struct Start {
     with_actions: bool,
+    passed: Option<Passed>,
 }
 
 impl Start {
     pub fn begin(with_actions: bool) -> Start {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
-        Start { with_actions }
+        Start { with_actions, passed: Some(Passed::begin(with_actions)) }
     }
 }
 
 impl Drop for Start {
     fn drop(&mut self) {
+        drop(self.passed.take());
         // Also what other threads have made since.
         if let Some(_section) = Section::enter() {
             stay_open(self.with_actions).for_each(|(_, tcp)| tcp.note_shared());
@@ -321,23 +364,36 @@ pub(crate) fn restore_for_child(fd: c_int, file: Option<table::File>) {
     if tcp::is_tcp(fd)
         && let Some(_section) = Section::enter_anyhow()
     {
-        socket.give_back(EXEC, Until::Alone);
+        socket.share_with_child(fd);
     }
     thread::set_errno(errno);
 }
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
-pub(crate) extern "C-unwind" fn before_exec() {
+pub(crate) fn restore_inherited() {
     let Some(_section) = Section::enter_anyhow() else { return };
     let errno = thread::errno();
     let is_child = is_child_of_vfork();
     for (fd, tcp) in stay_open(false) {
-        if !is_child || tcp::is_tcp(fd) {
-            tcp.give_back(EXEC, Until::Alone);
+        match is_child {
+            false => tcp.give_back(EXEC, Until::Alone),
+            true if tcp::is_tcp(fd) => tcp.share_with_child(fd),
+            true => {}
         }
     }
     udp::give_back_inherited();
     thread::set_errno(errno);
+}
+
+/// Prepares for the calling process's becoming another program, which has its number: as long as the agent does not
+/// know that, it would find the process alone with a connection. What is returned is to be kept until the call comes
+/// back.
+pub(crate) fn before_exec() -> Option<Start> {
+    if is_child_of_vfork() {
+        restore_inherited();
+        return None;
+    }
+    Some(Start::begin(false))
 }
 
 /// Whether the calling thread is a child of vfork(2): what this library knows by descriptors is true for its parent's
@@ -347,20 +403,31 @@ pub(crate) fn is_child_of_vfork() -> bool {
     whole::here().vforks.load(Ordering::Relaxed) > 0 && process::is_borrowed()
 }
 
-/// As [`before_exec`], for a child that the calling thread is about to make by vfork(2), which has its memory.
+/// Prepares for a child that the calling thread is about to make by vfork(2), which has its memory.
 pub(crate) extern "C-unwind" fn before_vfork() {
-    before_exec();
-    whole::here().vforks.fetch_add(1, Ordering::Relaxed);
+    let here = whole::here();
+    if is_child_of_vfork() {
+        restore_inherited();
+    } else {
+        here.start.store(Box::into_raw(Box::new(Start::begin(false))), Ordering::Relaxed);
+    }
+    here.vforks.fetch_add(1, Ordering::Relaxed);
     table::forbid_fast();
 }
 
 /// The child has executed a program, or ended.
 pub(crate) extern "C-unwind" fn after_vfork() {
-    let vforks = &whole::here().vforks;
+    let here = whole::here();
+    let is_child = process::is_borrowed();
     // Where a child that was killed had made one of its own, that one's are still counted.
-    let ended = if process::is_borrowed() { 1 } else { vforks.load(Ordering::Relaxed) };
-    vforks.fetch_sub(ended, Ordering::Relaxed);
+    let ended = if is_child { 1 } else { here.vforks.load(Ordering::Relaxed) };
+    here.vforks.fetch_sub(ended, Ordering::Relaxed);
     table::allow_fast(ended);
+    if !is_child {
+        let start = here.start.swap(std::ptr::null_mut(), Ordering::Relaxed);
+        // SAFETY: `before_vfork` has put it there, in this thread, and nobody else takes it out.
+        drop(unsafe { Box::from_raw(start) });
+    }
 }
 
 #[cfg(test)]

@@ -83,12 +83,12 @@ pub(crate) fn tcp(fd: c_int) -> Option<&'static Tcp> {
 fn entry(fd: c_int) -> Option<*mut u8> {
     let slot = TABLE.entries.get(fd as u32 as usize)?;
     let found = slot.load(Ordering::Acquire);
-    let found = if found as usize & CHANGING == 0 { found } else { settled(slot) };
     if !found.is_null() && forks::is_child_of_vfork() {
+        // It waits for no thread of its parent's, which may have ended.
         forks::restore_for_child(fd, file(found));
         return None;
     }
-    Some(found)
+    Some(if found as usize & CHANGING == 0 { found } else { settled(slot) })
 }
 
 /// An entry once no other thread is changing it. If this thread is, its own mark: the descriptor counts as untracked.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 22;
+pub const VERSION: u32 = 23;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -150,6 +150,10 @@ pub enum Ask {
         /// Why.
         why: Native,
     },
+    /// From a child of vfork(2), which can use nothing of its parent's session: the descriptor of a socket comes along
+    /// that the program which it executes is to have. If it is a connection of its parent's, it is restored, and moves
+    /// again when no other process holds it. The answer is [`Reply::Done`] also if it is none.
+    Inherit,
     /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent
     /// forgets it. A descriptor that comes with it is closed once agent and keeper have closed theirs of the socket.
     Forget {

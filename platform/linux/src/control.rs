@@ -37,6 +37,9 @@ const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MOST_RECEIVED));
 /// Most messages that are dropped of a client that is turned away: more than there is room for in a socket.
 const MOST_DROPPED: usize = 1024;
 
+/// Most bytes of a message of [`Channel::ask_briefly`].
+const BRIEF: usize = 64;
+
 /// A time limit of zero.
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
@@ -315,6 +318,31 @@ impl Channel {
             let flags = RecvFlags::DONTWAIT;
             let got = retry_on_intr(|| rustix::net::recv(&self.fd, &mut bytes[..], flags).map(|(got, _)| got))?;
             if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { decode(&bytes[..got]) }
+        })
+    }
+
+    /// Sends a request with a descriptor, and waits for the answer. Returns whether it is the expected one. Neither is
+    /// longer than 64 bytes. Takes no memory of the heap: the caller may be a child of vfork(2).
+    ///
+    /// # Errors
+    /// The failed system call's; `TimedOut` if there is no answer in this time.
+    pub fn ask_briefly<Q: Serialize, A: Serialize>(
+        &self,
+        question: &Q,
+        descriptor: BorrowedFd<'_>,
+        expected: &A,
+        limit: Duration,
+    ) -> io::Result<bool> {
+        let encoded =
+            |error| io::Error::from(if error == postcard::Error::SerializeBufferFull { Errno::MSGSIZE } else { Errno::INVAL });
+        let (mut question_room, mut expected_room) = ([0u8; BRIEF], [0u8; BRIEF]);
+        let question = postcard::to_slice(question, &mut question_room).map_err(encoded)?;
+        let expected = postcard::to_slice(expected, &mut expected_room).map_err(encoded)?;
+        try_send_bytes(self.as_fd(), question, &[descriptor])?;
+        self.until(limit, || {
+            let mut bytes = [0u8; BRIEF];
+            let got = retry_on_intr(|| rustix::net::recv(&self.fd, &mut bytes[..], RecvFlags::DONTWAIT).map(|(got, _)| got))?;
+            if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes[..got] == *expected) }
         })
     }
 

@@ -1,4 +1,4 @@
-/* What a child of vfork does with descriptors before it executes a program. Usage: vforks CASE [moved]
+/* What a child of vfork does with descriptors before it executes a program, and a process that executes another one. Usage: vforks CASE [moved]
  *
  * With "moved" the connection is on the NIC before each round. Prints nothing, and succeeds, if everything is as natively. */
 
@@ -148,6 +148,42 @@ static void instead(void (*child_does)(void), int moved)
     }
 }
 
+/* A process answers lines, leaves one unread, and executes itself, which goes on: it is the same process, whose last program the agent may
+ * not know to be gone yet. */
+static int again(int fd, int left, int moved)
+{
+    char line[8], number[2][16];
+    for (int at = 0; at < 300 || (moved && !is_on_nic(fd)); at++)
+        CHECK(recv(fd, line, 7, MSG_WAITALL) == 7 && memcmp(line, "unread\n", 7) == 0 && send(fd, "answer\n", 7, 0) == 7);
+    if (left == 0)
+        return 0;
+    sprintf(number[0], "%d", fd);
+    sprintf(number[1], "%d", left - 1);
+    char *arguments[] = {"vforks", "again", number[0], number[1], moved ? "moved" : NULL, NULL};
+    execv(self, arguments);
+    return 1;
+}
+
+static void execute_again(void (*unused)(void), int moved)
+{
+    char line[8];
+    (void)unused;
+    CHECK(fcntl(ends.server, F_SETFD, 0) == 0);
+    /* What the kernel has to copy, and the new program's start, take so long that the agent could act meanwhile. */
+    static char large[120000];
+    memset(large, 'x', sizeof large - 1);
+    for (char name[] = "LARGE_A"; name[6] <= 'L'; name[6]++)
+        CHECK(setenv(name, large, 1) == 0);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(close(ends.client) || again(ends.server, 20, moved));
+    close(ends.server);
+    do {
+        CHECK(send(ends.client, "unread\n", 7, MSG_NOSIGNAL) == 7 || errno == EPIPE || errno == ECONNRESET);
+    } while (recv(ends.client, line, 7, MSG_WAITALL) == 7);
+    ends_well(child);
+}
+
 static int read_line(void)
 {
     char line[8];
@@ -165,11 +201,13 @@ int main(int count, char **arguments)
         return 0;
     if (strcmp(name, "line") == 0)
         return read_line();
+    if (strcmp(name, "again") == 0)
+        return again(atoi(arguments[2]), atoi(arguments[3]), count > 4);
     static const struct {
         const char *name;
         void (*child_does)(void);
         void (*run)(void (*child_does)(void), int moved);
-    } cases[] = {{"file", file_instead, beside}, {"file in place", file_in_place, beside}, {"pipe", pipe_instead, beside}, {"socket", socket_instead, beside}, {"pass on", pass_on, instead}, {"pass on a copy", pass_on_copy, instead}, {"use", use, instead}};
+    } cases[] = {{"file", file_instead, beside}, {"file in place", file_in_place, beside}, {"pipe", pipe_instead, beside}, {"socket", socket_instead, beside}, {"pass on", pass_on, instead}, {"pass on a copy", pass_on_copy, instead}, {"use", use, instead}, {"exec", NULL, execute_again}};
     ends = connect_pair();
     CHECK(fcntl(ends.server, F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends.client, F_SETFD, FD_CLOEXEC) == 0);
     /* The number of a descriptor that is closed is the lowest that is free. */

@@ -186,6 +186,13 @@ fn a_child_of_vfork_has_descriptors_of_its_own() {
     as_natively_while_moving("vforks", &cases);
 }
 
+/// A process executes another program, which is the same process for the agent: the connection that it goes on with
+/// stays in the kernel meanwhile.
+#[test]
+fn a_process_that_executes_a_program_keeps_its_connection() {
+    as_natively_while_moving("vforks", &["exec"]);
+}
+
 /// posix_spawn(3) with file actions, none of which passes a connection on: it stays on the NIC.
 #[test]
 fn a_connection_that_a_started_program_does_not_get_stays() {

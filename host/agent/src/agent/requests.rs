@@ -103,6 +103,26 @@ fn forget(agent: &mut Agent, asker: Asker, number: u32, told: Option<Foreign>) -
     agent.forget(asker.0, number, asker)
 }
 
+/// Restores the connection of which a child of vfork(2) has sent the socket's descriptor: of its parent's session.
+fn inherit(agent: &mut Agent, asker: Asker, fd: Option<Foreign>) -> Option<Reply> {
+    // Of anything else it is not asked what it is: a file's server may never answer.
+    let inode = fd.filter(Foreign::is_socket).and_then(|fd| socket::inode(fd.as_fd()).ok());
+    let child = agent.sessions.get(asker.0 as usize).and_then(Option::as_ref).map(|session| session.process);
+    let (Some(inode), Some(parent)) = (inode, child.and_then(process::parent)) else { return Some(Reply::Done) };
+    let is_it = |connection: &Connection| {
+        !connection.attached && connection.fd().is_ok_and(|fd| socket::inode(fd).is_ok_and(|other| other == inode))
+    };
+    let sessions = (0u32..).zip(agent.sessions.iter()).filter_map(|(number, session)| Some((number, session.as_ref()?)));
+    let found = sessions.filter(|(_, session)| session.process == parent).find_map(|(number, session)| {
+        let connections = session.connections.iter().flatten();
+        connections.filter(|connection| is_it(connection)).map(|connection| (number, connection.number())).next()
+    });
+    match found {
+        Some((session, connection)) => agent.give_back(session, connection, "exec".into(), Until::Alone, asker),
+        None => Some(Reply::Done),
+    }
+}
+
 /// Ends what Baton does for a program that runs on without it.
 fn withdraw(agent: &mut Agent, number: u32, why: &Native) {
     agent.note_native(number, None, why);
@@ -316,6 +336,7 @@ impl Agent {
                 self.note_native(number, program.as_deref(), &why);
                 Some((Reply::Done, Vec::new()))
             }
+            Ask::Inherit => inherit(self, (number, tag), descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Goodbye => {
                 self.end_connections(number, false);
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))

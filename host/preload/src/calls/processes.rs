@@ -1,10 +1,9 @@
 //! Functions that start programs or enter seccomp: the connections are restored first.
 
-use crate::forks::{self, Start, after_vfork, before_exec, before_vfork};
+use crate::forks::{self, Passed, Start, after_vfork, before_vfork};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
-use crate::tcp::{self, START, Tcp};
-use crate::{epoll, filters, kernel_only, process, real, rings, table, thread, udp, unserved};
+use crate::{filters, kernel_only, process, real, rings, table, thread, unserved};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -38,7 +37,8 @@ confines! {
 /// # Safety
 /// `target` and `environment` are as the call needs them.
 unsafe fn execute(target: Target, environment: Strings, call: impl FnOnce(Strings) -> c_int) -> c_int {
-    before_exec();
+    // It comes back where the program cannot be executed.
+    let _start = forks::before_exec();
     // SAFETY: `# Safety`.
     unsafe { starts::execute(target, environment, call) }
 }
@@ -111,39 +111,6 @@ pub unsafe extern "C-unwind" fn execveat(
     }
 }
 
-/// Restores connections that a new process inherits, several at a time, and returns them. Until [`after_spawn`] they
-/// stay: the agent would find this process alone with them until the new one is there.
-fn before_spawn(with_actions: bool) -> Vec<&'static Tcp> {
-    let Some(_section) = Section::enter() else { return Vec::new() };
-    let errno = thread::errno();
-    let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).map(|(_, tcp)| tcp).collect();
-    match process::session() {
-        Some(session) => tcp::give_each_back(session, &passed, START, Until::Never),
-        None => passed.iter().for_each(|tcp| tcp.give_back(START, Until::Never)),
-    }
-    if with_actions && process::is_mine() {
-        // A datagram socket can be among what they pass on, and so can a set.
-        udp::give_everything_back();
-        epoll::settle();
-    } else {
-        udp::give_back_inherited();
-    }
-    thread::set_errno(errno);
-    passed
-}
-
-/// Lets them move again, once no other process has them: all that [`before_spawn`] has restored, since another thread
-/// may have set FD_CLOEXEC of some meanwhile.
-fn after_spawn(passed: &[&'static Tcp]) {
-    let Some(_section) = Section::enter() else { return };
-    let errno = thread::errno();
-    // What has closed the process meanwhile holds.
-    if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
-        tcp::allow_each_again(session, passed);
-    }
-    thread::set_errno(errno);
-}
-
 /// Intercepts the C library's `posix_spawn_file_actions_adddup2`: a program that is started with these actions gets the
 /// descriptor, whether it has FD_CLOEXEC or not.
 ///
@@ -171,15 +138,12 @@ pub unsafe extern "C-unwind" fn posix_spawn(
 ) -> c_int {
     let with_actions = !actions.is_null();
     let _start = Start::begin(with_actions);
-    let passed = before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    let done = unsafe {
+    unsafe {
         starts::execute(Target::Path(path), environment.cast(), |environment| {
             real::posix_spawn(process, path, actions, attributes, arguments, environment.cast())
         })
-    };
-    after_spawn(&passed);
-    done
+    }
 }
 
 /// Intercepts the C library's `posix_spawnp`.
@@ -197,15 +161,12 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
 ) -> c_int {
     let with_actions = !actions.is_null();
     let _start = Start::begin(with_actions);
-    let passed = before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    let done = unsafe {
+    unsafe {
         starts::execute(Target::Name(file), environment.cast(), |environment| {
             real::posix_spawnp(process, file, actions, attributes, arguments, environment.cast())
         })
-    };
-    after_spawn(&passed);
-    done
+    }
 }
 
 /// Intercepts the C library's `system`, whose own spawn is not intercepted.
@@ -214,13 +175,9 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
-    let passed = if command.is_null() { Vec::new() } else { before_spawn(false) };
+    let _passed = (!command.is_null()).then(|| Passed::begin(false));
     // SAFETY: the program's own arguments (`# Safety`).
-    let status = unsafe { real::system(command) };
-    if !command.is_null() {
-        after_spawn(&passed);
-    }
-    status
+    unsafe { real::system(command) }
 }
 
 /// Intercepts the C library's `popen`, whose own spawn is not intercepted.
@@ -230,11 +187,8 @@ pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
     let _start = Start::begin(false);
-    let passed = before_spawn(false);
     // SAFETY: the program's own arguments (`# Safety`).
-    let stream = unsafe { real::popen(command, mode) };
-    after_spawn(&passed);
-    stream
+    unsafe { real::popen(command, mode) }
 }
 
 /// Intercepts the C library's `prctl`.
@@ -338,7 +292,7 @@ pub unsafe extern "C-unwind" fn clone(
             // It is no process of its own.
         } else if has(libc::CLONE_FILES) {
             // It has its parent's descriptors, which a program that it executes gets.
-            before_exec();
+            forks::restore_inherited();
         } else if has(libc::CLONE_VFORK) && !has(libc::CLONE_SETTLS) {
             before_vfork();
             // SAFETY: the program's own arguments (`# Safety`).

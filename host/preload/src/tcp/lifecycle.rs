@@ -8,7 +8,7 @@ use crate::process::Session;
 use crate::short_lock::Held;
 use crate::waiting::{Negative, Waiting};
 use crate::worth::{self, Worth};
-use crate::{options, real, table, thread};
+use crate::{options, process, real, table, thread};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::c_int;
@@ -311,6 +311,24 @@ impl Tcp {
         if !self.pinned.load(RELAXED) {
             let _ = session.shared.give_back(connection.number(), "", Until::Alone);
         }
+    }
+
+    /// Has the connection in the kernel, in a child of vfork(2) that passes it on by this descriptor, until this
+    /// process has it alone. Takes no lock and no memory.
+    pub fn share_with_child(&self, fd: c_int) {
+        // A hand-over that has begun is waited for a while: a later one sees it. Its thread may have ended.
+        const LOOKS: u32 = 1000;
+        self.note_shared();
+        for _ in 0..LOOKS {
+            if self.handover.state() != State::HandingOver {
+                break;
+            }
+            self.handover.wait_a_little(super::A_LITTLE);
+        }
+        let (Some((connection, session)), Some(plan)) = (self.managed(), process::plan()) else { return };
+        // SAFETY: the child's descriptor, open during its own call.
+        let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+        baton_client::inherit(&session.shared, (connection.number(), thread::token()), &plan.run().socket, borrowed);
     }
 
     /// Adds another descriptor of the same socket.
