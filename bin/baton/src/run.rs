@@ -8,12 +8,13 @@ use baton_client::rules::{Interface, Nagle, Offload, RUN_VARIABLE, Rule, Run, Wh
 use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_linux::executable::{self, Start};
-use baton_linux::{process, report};
+use baton_linux::{files, process, report};
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::{CString, OsStr, OsString};
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -216,6 +217,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         nagle,
         filters,
         refused: None,
+        error: files::identity(std::io::stderr().as_fd()),
     };
     let mut command = program(arguments);
     command.env("BATON_SOCKET", named).env(RUN_VARIABLE, serde_json::to_string(&run)?);

@@ -391,6 +391,9 @@ pub struct Run {
     /// A system call that a further filter does not let through.
     #[serde(default)]
     pub refused: Option<String>,
+    /// What standard error was when the program was started: the library writes there and nowhere else.
+    #[serde(default)]
+    pub error: Option<baton_linux::files::Identity>,
 }
 
 /// The environment variable that contains a [`Run`], as JSON.

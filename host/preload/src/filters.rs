@@ -9,7 +9,7 @@
 //! with their number: `baton run` has tried those that it was started under, and a process that sets one judges it, for
 //! the programs that it executes.
 
-use crate::{epoll, faults, process, rings, sections, signals, starts, table, thread, udp, waiter};
+use crate::{epoll, faults, messages, process, rings, sections, signals, starts, table, thread, udp, waiter};
 use baton_client::preload;
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
@@ -214,8 +214,7 @@ pub(crate) fn withdraw_if_confined(run: &Run) -> bool {
             None => "is not known to allow what Baton needs".into(),
         };
         let line = format!("baton: this program runs without Baton: it was started under a seccomp filter that {why}\n");
-        // SAFETY: the text is live. What cannot be written is lost.
-        unsafe { crate::real::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+        messages::say_under_filter(line.as_bytes());
     }
     confined
 }

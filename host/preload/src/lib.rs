@@ -29,6 +29,7 @@ mod kernel_only;
 mod leaving;
 mod listening;
 mod lookout;
+mod messages;
 mod options;
 mod poll;
 mod process;

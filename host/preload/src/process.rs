@@ -2,14 +2,14 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
+use crate::{faults, filters, forks, messages, real, starts, table, tcp, thread, wait};
 use baton_abi::layout::session::{HEAP, MAX_CONNECTIONS};
 use baton_client::address_space::{self, RESERVE};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::control::Channel;
 use baton_linux::process::{Undisturbed, variable};
-use baton_linux::{report, trust};
+use baton_linux::trust;
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Opening, Request, Until};
 use libc::c_int;
@@ -82,10 +82,14 @@ pub(crate) fn plan() -> Option<&'static Plan> {
         let run: Run = match serde_json::from_slice(text.as_bytes()) {
             Ok(run) => run,
             Err(error) => {
-                report!("baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable");
+                let line = format!(
+                    "baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable\n"
+                );
+                messages::say(line.as_bytes());
                 return None;
             }
         };
+        messages::remember(&run);
         // The program may become a user that others are, too.
         trust::believe(run.user);
         if filters::withdraw_if_confined(&run) {
@@ -282,7 +286,8 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
             // now.
             if matches!(error.kind(), std::io::ErrorKind::Other | std::io::ErrorKind::InvalidData) {
                 static SAID: std::sync::Once = std::sync::Once::new();
-                SAID.call_once(|| report!("baton: this program's connections stay in the kernel: {error}"));
+                let line = format!("baton: this program's connections stay in the kernel: {error}\n");
+                SAID.call_once(|| messages::say(line.as_bytes()));
             }
             NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
             None

@@ -11,10 +11,9 @@
 //! a lock.
 
 use crate::sections::Section;
-use crate::{filters, thread};
+use crate::{filters, messages, thread};
 use baton_client::preload::{self, RESTORED, VARIABLE};
 use baton_linux::executable::{self, Path, Start, Text};
-use baton_linux::files;
 use libc::{c_char, c_int};
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
@@ -159,8 +158,11 @@ pub(crate) fn share() {
     SAID.store(page, Ordering::Release);
 }
 
-/// Says that a program runs natively, and why, unless this was said.
+/// Says that a program runs natively, and why, unless this was said. What may not be written here can be said later.
 fn say_once(path: &Path, why: &[&[u8]]) {
+    if !messages::may_be_written() {
+        return;
+    }
     // SAFETY: null, or the mapping of `share`, which stays.
     let said = unsafe { SAID.load(Ordering::Acquire).as_ref() }.unwrap_or(&SAID_HERE);
     if said.swap(true, Ordering::AcqRel) {
@@ -169,11 +171,10 @@ fn say_once(path: &Path, why: &[&[u8]]) {
     let mut line: Text<8192> = Text::default();
     let parts = [b"baton: ", path.as_bytes(), b" runs without Baton: "];
     let whole = parts.iter().chain(why).chain([&&b"\n"[..]]).all(|part| line.push(part));
-    // SAFETY: it is only asked what it is, if it is open.
-    let error = unsafe { BorrowedFd::borrow_raw(libc::STDERR_FILENO) };
-    if whole && files::has_room(error, line.as_bytes().len()) {
-        // SAFETY: the text is live. What cannot be written is lost.
-        unsafe { crate::real::write(libc::STDERR_FILENO, line.as_bytes().as_ptr().cast(), line.as_bytes().len()) };
+    if whole && filters::are_unknown() {
+        messages::say_under_filter(line.as_bytes());
+    } else if whole {
+        messages::say(line.as_bytes());
     }
 }
 

@@ -3,8 +3,10 @@
 use rustix::fs::{FileType, FlockOperation, flock, fstat, fstatfs, ftruncate};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde::{Deserialize, Serialize};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// statfs(2)'s type of file systems whose reads and writes a program answers (FUSE).
 const FUSE: u64 = 0x6573_5546;
@@ -17,6 +19,35 @@ const FUSE: u64 = 0x6573_5546;
 pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
+}
+
+/// What tells a descriptor's file from any other that is open.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Identity {
+    device: u64,
+    inode: u64,
+    /// Its type (S_IFMT of its mode).
+    kind: u32,
+}
+
+impl Identity {
+    /// Whether it is a socket, or a file on a disk or in memory.
+    pub fn is_socket_or_file(self) -> bool {
+        matches!(self.kind, libc::S_IFSOCK | libc::S_IFREG)
+    }
+}
+
+/// The identity of a descriptor's file; None if the descriptor is not open. Takes no memory, and makes the C library's
+/// call, as the dynamic linker does: a filter that lets a program start lets this through.
+pub fn identity(fd: BorrowedFd<'_>) -> Option<Identity> {
+    let mut found = MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: `found` is live and has room for what is written.
+    if unsafe { libc::fstat(fd.as_raw_fd(), found.as_mut_ptr()) } < 0 {
+        return None;
+    }
+    // SAFETY: the call has succeeded, and has written all of it.
+    let found = unsafe { found.assume_init() };
+    Some(Identity { device: found.st_dev, inode: found.st_ino, kind: found.st_mode & libc::S_IFMT })
 }
 
 /// Locks a file or directory for as long as it is open here (flock(2)). False if it is locked by somebody who has
@@ -45,7 +76,7 @@ pub fn lift_size_limit() {
 
 /// Whether a write of so many bytes stays within this process's limit on the size of files. One beyond it would end the
 /// process (SIGXFSZ), which may be a program that has written nothing itself.
-pub fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
+pub(crate) fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's filter) none is
     // known.
@@ -149,6 +180,21 @@ mod tests {
             let length = rustix::io::pread(&file, &mut found, 0).unwrap();
             assert_eq!(&found[..length], text.as_bytes());
         }
+    }
+
+    /// A duplicate is the same file, and another pipe is not. What is neither a socket nor a file is known as such.
+    #[test]
+    fn a_file_is_known_by_its_identity() {
+        let (reader, writer) = std::io::pipe().unwrap();
+        let (other, _writer) = std::io::pipe().unwrap();
+        let copy = writer.try_clone().unwrap();
+        let of = |fd: BorrowedFd<'_>| identity(fd).unwrap();
+        assert_eq!(of(writer.as_fd()), of(copy.as_fd()));
+        assert_ne!(of(reader.as_fd()), of(other.as_fd()));
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let program = std::fs::File::open("/proc/self/exe").unwrap();
+        assert!(of(socket.as_fd()).is_socket_or_file() && of(program.as_fd()).is_socket_or_file());
+        assert!(!of(reader.as_fd()).is_socket_or_file());
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! Lines on standard error, from libraries in programs; Baton's own processes have a log (`platform/log`), which ends
-//! here as well. Whoever reads the lines can neither hold a process up nor, by what it does, have it write without end.
+//! Lines on standard error, from `baton run` and from the library that it preloads; Baton's own processes have a log
+//! (`platform/log`), which ends here as well. Whoever reads the lines can neither hold a process up nor, by what it
+//! does, have it write without end.
 
 use crate::events::monotonic_micros;
 use crate::files;
@@ -49,7 +50,7 @@ pub fn line(text: Arguments<'_>) {
 }
 
 /// Writes to standard error as far as that does not wait: neither for a reader nor for another thread, which may wait
-/// for one with the lock of `std::io::stderr()`.
+/// for one with the lock of `std::io::stderr()`. Takes no memory and no lock.
 pub fn write_now(text: &[u8]) {
     write(io::stderr(), text);
 }

@@ -1,6 +1,6 @@
 //! The log of Baton's own processes: a line for each event on standard error, or an entry with fields in systemd's
-//! journal; levels; limits by call site. Nothing here waits. Libraries in programs do not use it, they write with
-//! `baton_linux::report!`; and no datapath logs.
+//! journal; levels; limits by call site. Nothing here waits. `baton run` does not use it, it writes with
+//! `baton_linux::report!`; nor does the library that it preloads; and no datapath logs.
 //!
 //! A line is written by [`error!`], [`warning!`], [`info!`] or [`debug!`]: fields in brackets, then a text with its
 //! arguments. An error and a warning also say what to do: a second text behind a semicolon, without which they do not

@@ -182,6 +182,52 @@ fn programs_start_programs_of_musl() {
     }
 }
 
+/// Starts a program again and again, each time with something else as descriptor 2. All that but the last, which is
+/// this program's own, stays empty.
+const ELSEWHERE: &str = "
+import os, socket, sys, tempfile
+def start(prepare):
+    child = os.fork()
+    if child == 0:
+        prepare()
+        os.execv(sys.argv[1], sys.argv[1:])
+    assert os.waitpid(child, 0)[1] == 0
+
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server = listener.accept()[0]
+start(lambda: os.dup2(server.fileno(), 2))
+server.close()
+assert client.recv(1000) == b'', 'to the peer'
+
+kept = tempfile.NamedTemporaryFile()
+def reopen():
+    os.close(2)
+    assert os.open(kept.name, os.O_WRONLY) == 2
+    os.set_inheritable(2, True)
+start(lambda: os.dup2(kept.fileno(), 2))
+start(reopen)
+assert os.path.getsize(kept.name) == 0, 'into the file'
+
+reader, writer = os.pipe()
+start(lambda: os.dup2(writer, 2))
+os.close(writer)
+assert os.read(reader, 1000) == b'', 'into the pipe'
+
+start(lambda: None)
+";
+
+/// That a program runs natively is written to what `baton run` had as its standard error, and to nothing else that the
+/// program has as descriptor 2: a connection, a file or a pipe.
+#[test]
+fn nothing_is_said_into_a_programs_own_descriptors() {
+    let scratch = Scratch::new("starts");
+    let fixed = build(&scratch, "cc", "static", "starts.c", &["-static"]);
+    let words = ["python3", "-W", "ignore", "-c", ELSEWHERE, &fixed, "serve"];
+    assert_eq!(succeeds(&scratch, How::Natively, &words), "");
+    assert_eq!(succeeds(&scratch, How::Run, &words), without(&fixed, STATIC));
+}
+
 /// A program that is linked with glibc is served, also if one that is not has started it.
 #[test]
 fn programs_of_musl_start_programs_of_glibc() {
