@@ -15,9 +15,14 @@ pub const LIBRARY: &str = "libbaton_preload.so";
 
 pub use baton_protocol::native::{GO, MUSL, STATIC};
 
+/// What separates the libraries of a value of [`VARIABLE`].
+fn is_separator(byte: &u8) -> bool {
+    matches!(byte, b':' | b' ')
+}
+
 /// The libraries of a value of [`VARIABLE`].
 fn entries(libraries: &[u8]) -> impl Iterator<Item = &[u8]> {
-    libraries.split(|byte| matches!(byte, b':' | b' ')).filter(|entry| !entry.is_empty())
+    libraries.split(is_separator).filter(|entry| !entry.is_empty())
 }
 
 fn file_name(entry: &[u8]) -> &[u8] {
@@ -57,6 +62,27 @@ pub fn around_token(libraries: &[u8]) -> Option<(&[u8], &[u8])> {
     Some((&libraries[..at], &libraries[at + FOR_GLIBC.len()..]))
 }
 
+/// A value of [`VARIABLE`] without Baton's library, as the parts before and after it, and between them the library's
+/// path. None if that does not begin at the root, or has something in it that only the dynamic linker replaces.
+pub fn around_library(libraries: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let mut next = 0;
+    let mut places = libraries.split(is_separator).map(|entry| {
+        let begin = next;
+        next += entry.len() + 1;
+        (begin, entry)
+    });
+    let (begin, entry) = places.find(|(_, entry)| file_name(entry) == LIBRARY.as_bytes())?;
+    let path = entry.strip_prefix(FOR_GLIBC.as_bytes()).unwrap_or(entry);
+    if !path.starts_with(b"/") || path.contains(&b'$') {
+        return None;
+    }
+    let (before, after) = (&libraries[..begin], &libraries[begin + entry.len()..]);
+    Some(match after.split_first() {
+        Some((_, after)) => (before, path, after),
+        None => (before.strip_suffix(b":").unwrap_or(before), path, after),
+    })
+}
+
 /// The value for a program: what it has already comes first, so that its own libraries see its calls.
 pub fn value(before: Option<&OsStr>, library: &Path) -> OsString {
     let before = before.unwrap_or_default().as_bytes();
@@ -73,6 +99,10 @@ pub fn value(before: Option<&OsStr>, library: &Path) -> OsString {
 mod tests {
     use super::*;
 
+    fn owned(parts: (&[u8], &[u8], &[u8])) -> [Vec<u8>; 3] {
+        [parts.0.to_vec(), parts.1.to_vec(), parts.2.to_vec()]
+    }
+
     #[test]
     fn what_is_there_comes_first() {
         let library = Path::new("/usr/lib/baton/libbaton_preload.so");
@@ -85,6 +115,12 @@ mod tests {
         if let Some((before, after)) = around_token(value("shim.so").as_bytes()) {
             assert_eq!([before, after].concat(), b"shim.so:/usr/lib/baton/libbaton_preload.so");
         }
+        let path = &b"/usr/lib/baton/libbaton_preload.so"[..];
+        let around = |before: &str, after: &str| around_library(format!("{before}{ours}{after}").as_bytes()).map(owned);
+        assert_eq!(around("", ""), Some([b"".to_vec(), path.to_vec(), b"".to_vec()]));
+        assert_eq!(around("a.so:", ""), Some([b"a.so".to_vec(), path.to_vec(), b"".to_vec()]));
+        assert_eq!(around("a.so ", ":b.so"), Some([b"a.so ".to_vec(), path.to_vec(), b"b.so".to_vec()]));
+        assert!(around_library(b"a.so:libbaton_preload.so").is_none() && around_library(b"/$LIB/libbaton_preload.so").is_none());
         assert!(
             contains(ours.as_bytes()) && names(b"shim.so:/x/libasan.so.8", b"libasan.so.8") && !names(b"libasan.so", b"asan")
         );

@@ -6,6 +6,8 @@
 //!   program looks.
 //! - A program of musl does not find the library under the name that `baton run` gives it ([`baton_client::preload`]),
 //!   and a statically linked one does not look. Both run natively, which is said.
+//! - After chroot(2), for example, the library's path may lead nowhere. Then the library is taken out of LD_PRELOAD:
+//!   the dynamic linker of each program would write to standard error that it is missing.
 //!
 //! All of this may happen in a child of vfork, or of a process with threads: nothing here takes memory of the heap, or
 //! a lock.
@@ -81,26 +83,32 @@ pub(crate) unsafe fn execute<T>(target: Target, environment: Strings, call: impl
         Start::Go => say_once(&path, &[preload::GO.as_bytes()]),
         Start::Glibc | Start::Sanitized(_) | Start::Unknown => {}
     }
+    let others = others_if_missing(libraries);
     let first = match &start {
-        Start::Sanitized(name) if !preload::names(libraries, name.as_bytes()) => Some(name),
+        Start::Sanitized(name) if others.is_none() && !preload::names(libraries, name.as_bytes()) => Some(name),
         _ => None,
     };
-    let whole: (&[u8], &[u8]) = (libraries, b"");
-    let (before, after) = match preload::around_token(libraries) {
-        // glibc would make a system call for it that it does not make natively.
-        Some(parts) if !matches!(start, Start::Musl(_)) && filters::are_unknown() => parts,
-        _ => whole,
-    };
+    // glibc would make a system call for the token that it does not make natively.
+    let is_plain = || !matches!(start, Start::Musl(_)) && filters::are_unknown();
+    let changed = others.or_else(|| preload::around_token(libraries).filter(|_| is_plain()));
+    let (before, after) = changed.unwrap_or((libraries, &b""[..]));
     thread::set_errno(errno);
     // A program that is executed does not come back, and a child of vfork leaves its parent's memory so.
     drop(section);
     match first {
-        None if after.is_empty() => call(environment),
+        None if changed.is_none() => call(environment),
         // SAFETY: `# Safety`.
         None => unsafe { with_libraries(environment, &[before, after], None, call) },
         // SAFETY: `# Safety`.
         Some(name) => unsafe { with_libraries(environment, &[name.as_bytes(), b":", before, after], Some(libraries), call) },
     }
+}
+
+/// What else is in LD_PRELOAD, before and after this library, if this library's path leads nowhere from here.
+fn others_if_missing(libraries: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (before, path, after) = preload::around_library(libraries)?;
+    let path: Path = Text::new(path)?;
+    executable::is_missing(path.as_c_str()).then_some((before, after))
 }
 
 /// How the target starts, and the path of what starts.

@@ -5,6 +5,7 @@
 //! dynamic linker does not make: a filter that lets the program start lets this through.
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -89,7 +90,7 @@ pub fn of_file(file: BorrowedFd<'_>) -> (Option<Path>, Start) {
 fn of_script(first: &[u8]) -> (Option<Path>, Start) {
     let mut path: Option<Path> = Text::new(first);
     for _ in 0..MOST_SCRIPTS {
-        let Some(file) = path.and_then(|path| open(None, path.as_c_str())) else { break };
+        let Some(file) = path.and_then(|path| open(None, path.as_c_str()).ok()) else { break };
         let mut beginning = [0; BEGINNING];
         let length = rustix::io::pread(&file, &mut beginning, 0).unwrap_or(0);
         match interpreter(&beginning[..length]) {
@@ -103,15 +104,21 @@ fn of_script(first: &[u8]) -> (Option<Path>, Start) {
 /// How the file of this path starts, as [`of_file`]. A relative path begins at `directory`, or else at the current one.
 pub fn of_path(directory: Option<BorrowedFd<'_>>, path: &CStr) -> (Option<Path>, Start) {
     match open(directory, path) {
-        Some(file) => of_file(file.as_fd()),
-        None => (None, Start::Unknown),
+        Ok(file) => of_file(file.as_fd()),
+        Err(_) => (None, Start::Unknown),
     }
 }
 
-fn open(directory: Option<BorrowedFd<'_>>, path: &CStr) -> Option<OwnedFd> {
+/// Whether no file is found under this path, or it may not be read. False where that stays unknown: this process may
+/// have no descriptor left.
+pub fn is_missing(path: &CStr) -> bool {
+    matches!(open(None, path), Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP))
+}
+
+fn open(directory: Option<BorrowedFd<'_>>, path: &CStr) -> Result<OwnedFd, Errno> {
     // A pipe or a device that is named like a program holds nobody up.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    rustix::fs::openat(directory.unwrap_or(rustix::fs::CWD), path, flags, Mode::empty()).ok()
+    rustix::fs::openat(directory.unwrap_or(rustix::fs::CWD), path, flags, Mode::empty())
 }
 
 /// The file that execvp(3) finds for this name, with the PATH of the environment, unless a file of that name cannot be
@@ -125,7 +132,7 @@ pub fn search(name: &CStr, path: Option<&[u8]>) -> Option<Path> {
         // An empty entry is the current directory.
         let mut candidate: Path = Text::new(if directory.is_empty() { b"." } else { directory })?;
         let whole = candidate.push(b"/") && candidate.push(name);
-        (whole && open(None, candidate.as_c_str()).is_some()).then_some(candidate)
+        (whole && open(None, candidate.as_c_str()).is_ok()).then_some(candidate)
     })
 }
 
@@ -338,6 +345,12 @@ mod tests {
         };
         assert!(found(&[go]) && found(&[other, go]) && found(&[other, other, go, other]));
         assert!(!found(&[]) && !found(&[other, other]) && !found(&[endless, go]));
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_missing() {
+        assert!(is_missing(c"/nowhere/at/all") && is_missing(c"/proc/self/exe/beneath"));
+        assert!(!is_missing(c"/proc/self/exe"));
     }
 
     #[test]

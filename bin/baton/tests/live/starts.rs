@@ -228,6 +228,31 @@ fn nothing_is_said_into_a_programs_own_descriptors() {
     assert_eq!(succeeds(&scratch, How::Run, &words), without(&fixed, STATIC));
 }
 
+/// Becomes a program in another root directory.
+const ROOTED: &str = "
+import os, sys
+os.chroot(sys.argv[1])
+os.chdir('/')
+os.execv(sys.argv[2], sys.argv[2:])
+";
+
+/// In another root directory, where the library is not, the dynamic linker says nothing of it.
+#[test]
+fn a_program_in_another_root_misses_no_library() {
+    let scratch = Scratch::new("starts");
+    let (glibc, root) = (glibc(&scratch), scratch.file("root"));
+    let needs = Command::new("ldd").arg(&glibc).output().expect("ldd");
+    let needs = text(&needs.stdout);
+    for path in needs.split_whitespace().filter(|word| word.starts_with('/')).chain([&glibc[..]]) {
+        let copy = format!("{root}{path}");
+        std::fs::create_dir_all(Path::new(&copy).parent().expect("a directory")).expect("a directory");
+        std::fs::copy(path, &copy).expect("a copy");
+    }
+    for how in [How::Natively, How::Run] {
+        assert_eq!(succeeds(&scratch, how, &["python3", "-c", ROOTED, &root, &glibc, "serve"]), "");
+    }
+}
+
 /// A program that is linked with glibc is served, also if one that is not has started it.
 #[test]
 fn programs_of_musl_start_programs_of_glibc() {
