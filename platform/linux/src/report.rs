@@ -55,10 +55,16 @@ pub fn write_now(text: &[u8]) {
     write(io::stderr(), text);
 }
 
+/// Whether a write does not wait, and there is still a reader: without one, the write would end a program (SIGPIPE).
+fn is_ready(to: &impl AsFd) -> bool {
+    let mut asked = [PollFd::new(to, PollFlags::OUT)];
+    let found = poll(&mut asked, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    found == Ok(1) && asked[0].revents() == PollFlags::OUT
+}
+
 fn write(to: impl AsFd, text: &[u8]) {
     for part in text.chunks(AT_ONCE) {
-        let ready = poll(&mut [PollFd::new(&to, PollFlags::OUT)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        let has_room = ready == Ok(1) && files::has_room(to.as_fd(), part.len());
+        let has_room = is_ready(&to) && files::has_room(to.as_fd(), part.len());
         if !has_room || retry_on_intr(|| rustix::io::write(&to, part)) != Ok(part.len()) {
             return;
         }
@@ -74,6 +80,15 @@ mod tests {
     fn a_full_pipe_holds_nobody_up() {
         let (_reader, writer) = io::pipe().expect("a pipe");
         (0..1000).for_each(|_| write(&writer, &[b'x'; 3 * AT_ONCE]));
+    }
+
+    /// A pipe whose reader has ended is not written to; one with a reader and a file are.
+    #[test]
+    fn a_pipe_without_a_reader_is_not_ready() {
+        let (reader, writer) = io::pipe().expect("a pipe");
+        assert!(is_ready(&writer) && is_ready(&std::fs::File::options().write(true).open("/dev/null").expect("a file")));
+        drop(reader);
+        assert!(!is_ready(&writer));
     }
 
     /// A thread that has the lock of standard error, and may wait for its reader, does not hold another one up.
