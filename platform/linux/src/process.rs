@@ -8,6 +8,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::DirEntryExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus};
 use std::sync::OnceLock;
@@ -629,8 +630,14 @@ pub fn children(process: u32) -> Vec<u32> {
 
 /// All processes that this one may see.
 pub fn all() -> Vec<u32> {
+    listed().into_iter().map(|(process, _)| process).collect()
+}
+
+/// All processes that this one may see, each with the inode of its directory in /proc: a later process with the same
+/// number has another one. The kernel may also give a process a new one, when it is short of memory.
+pub(crate) fn listed() -> Vec<(u32, u64)> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
-    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    entries.flatten().filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect()
 }
 
 /// The control group of a process in the unified hierarchy, as a path from its root.
