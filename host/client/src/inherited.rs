@@ -1,8 +1,8 @@
 //! A connection whose socket the program gets that a child of vfork(2) executes.
 //!
 //! The child has its parent's memory. A lock that it takes would stay locked if it were killed, and a thread of its
-//! parent's that has one may have ended with the parent. So it takes neither a lock nor memory of the heap, and asks the
-//! agent over a connection of its own.
+//! parent's that has one may have ended with the parent. So it takes neither a lock nor memory of the heap, and asks
+//! the agent over a connection of its own.
 
 use crate::kernel_hold;
 use crate::shared::Shared;
