@@ -20,6 +20,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest time for one answer.
 const ANSWER: Duration = Duration::from_secs(2);
 
+/// Tag of the request: that of no session that is opened, which may get the number of this connection later.
+const TAG: u32 = u32::MAX >> 1;
+
 /// Has a connection in the kernel, where it stays until no other process holds its socket. `agent`: the path of the
 /// agent's socket. Returns false if that could not be had.
 pub fn inherit(shared: &Shared, (number, token): (u32, Token), agent: &Path, fd: BorrowedFd<'_>) -> bool {
@@ -37,6 +40,6 @@ pub fn inherit(shared: &Shared, (number, token): (u32, Token), agent: &Path, fd:
 }
 
 fn ask(agent: &Path, fd: BorrowedFd<'_>) -> std::io::Result<bool> {
-    let (question, done) = (Request { tag: 1, body: Ask::Inherit }, Answer { tag: 1, body: Reply::Done });
+    let (question, done) = (Request { tag: TAG, body: Ask::Inherit }, Answer { tag: TAG, body: Reply::Done });
     Channel::connect_within(agent, ANSWER)?.ask_briefly(&question, fd, &done, ANSWER)
 }

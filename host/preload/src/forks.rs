@@ -189,6 +189,7 @@ pub(crate) extern "C" fn after_in_child() {
     let held = unsafe { std::mem::take(&mut (*LOCKS.0.get()).held) };
     std::mem::forget(held);
     table::restore();
+    forget_vforks();
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
     UNDER_WAY.store(0, Ordering::SeqCst);
@@ -219,6 +220,8 @@ pub(crate) fn after_unprepared() {
         return;
     }
     table::restore();
+    forget_vforks();
+    UNDER_WAY.store(0, Ordering::SeqCst);
     process::become_owner();
     process::give_up_plan();
     // Without it the system call was made by `syscall`.
@@ -301,7 +304,7 @@ impl Passed {
             Some(session) => tcp::give_each_back(session, &passed, tcp::START, Until::Never),
             None => passed.iter().for_each(|tcp| tcp.give_back(tcp::START, Until::Never)),
         }
-        if with_actions && process::is_mine() {
+        if process::is_mine() && with_actions {
             // A datagram socket can be among what they pass on, and so can a set.
             udp::give_everything_back();
             epoll::settle();
@@ -332,17 +335,24 @@ impl Drop for Passed {
 pub(crate) struct Start {
     with_actions: bool,
     passed: Option<Passed>,
+    /// The process that has begun it. A handler may fork meanwhile.
+    owner: u32,
 }
 
 impl Start {
     pub fn begin(with_actions: bool) -> Start {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
-        Start { with_actions, passed: Some(Passed::begin(with_actions)) }
+        Start { with_actions, passed: Some(Passed::begin(with_actions)), owner: process::owner() }
     }
 }
 
 impl Drop for Start {
     fn drop(&mut self) {
+        if !process::is_still(self.owner) {
+            // A child counts none of its parent's.
+            std::mem::forget(self.passed.take());
+            return;
+        }
         drop(self.passed.take());
         // Also what other threads have made since.
         if let Some(_section) = Section::enter() {
@@ -361,9 +371,8 @@ const EXEC: &str = "exec";
 pub(crate) fn restore_for_child(fd: c_int, file: Option<table::File>) {
     let Some(table::File::Tcp(socket)) = file else { return };
     let errno = thread::errno();
-    if tcp::is_tcp(fd)
-        && let Some(_section) = Section::enter_anyhow()
-    {
+    // In no section: a child that is killed there would stay in it for its parent's thread.
+    if !sections::is_withdrawn() && tcp::is_tcp(fd) {
         socket.share_with_child(fd);
     }
     thread::set_errno(errno);
@@ -371,9 +380,13 @@ pub(crate) fn restore_for_child(fd: c_int, file: Option<table::File>) {
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
 pub(crate) fn restore_inherited() {
-    let Some(_section) = Section::enter_anyhow() else { return };
-    let errno = thread::errno();
     let is_child = is_child_of_vfork();
+    // As in `restore_for_child`.
+    let section = if is_child { None } else { Section::enter() };
+    if sections::is_withdrawn() || section.is_none() && !is_child {
+        return;
+    }
+    let errno = thread::errno();
     for (fd, tcp) in stay_open(false) {
         match is_child {
             false => tcp.give_back(EXEC, Until::Alone),
@@ -389,7 +402,8 @@ pub(crate) fn restore_inherited() {
 /// know that, it would find the process alone with a connection. What is returned is to be kept until the call comes
 /// back.
 pub(crate) fn before_exec() -> Option<Start> {
-    if is_child_of_vfork() {
+    // What a child that has its parent's memory counts would stay counted.
+    if is_child_of_vfork() || process::is_borrowed() {
         restore_inherited();
         return None;
     }
@@ -403,31 +417,46 @@ pub(crate) fn is_child_of_vfork() -> bool {
     whole::here().vforks.load(Ordering::Relaxed) > 0 && process::is_borrowed()
 }
 
+/// A vfork(2) that is under way. One of a signal handler's may come in between.
+pub(crate) struct Vfork {
+    /// None in a child of another one.
+    start: Option<Start>,
+    /// How many others are under way in this thread's memory, and the last one of them.
+    others: u32,
+    last: *mut Vfork,
+}
+
 /// Prepares for a child that the calling thread is about to make by vfork(2), which has its memory.
 pub(crate) extern "C-unwind" fn before_vfork() {
     let here = whole::here();
-    if is_child_of_vfork() {
-        restore_inherited();
-    } else {
-        here.start.store(Box::into_raw(Box::new(Start::begin(false))), Ordering::Relaxed);
-    }
-    here.vforks.fetch_add(1, Ordering::Relaxed);
+    let start = before_exec();
+    let (others, last) = (here.vforks.load(Ordering::Relaxed), here.vfork.load(Ordering::Relaxed));
+    here.vfork.store(Box::into_raw(Box::new(Vfork { start, others, last })), Ordering::Relaxed);
+    here.vforks.store(others + 1, Ordering::Relaxed);
     table::forbid_fast();
 }
 
 /// The child has executed a program, or ended.
 pub(crate) extern "C-unwind" fn after_vfork() {
     let here = whole::here();
-    let is_child = process::is_borrowed();
-    // Where a child that was killed had made one of its own, that one's are still counted.
-    let ended = if is_child { 1 } else { here.vforks.load(Ordering::Relaxed) };
-    here.vforks.fetch_sub(ended, Ordering::Relaxed);
-    table::allow_fast(ended);
-    if !is_child {
-        let start = here.start.swap(std::ptr::null_mut(), Ordering::Relaxed);
-        // SAFETY: `before_vfork` has put it there, in this thread, and nobody else takes it out.
-        drop(unsafe { Box::from_raw(start) });
+    let vfork = here.vfork.load(Ordering::Relaxed);
+    if vfork.is_null() {
+        // In a child that a handler has forked meanwhile.
+        return;
     }
+    // SAFETY: `before_vfork` has put it there, in this thread or, where that has died, in a child of it; nobody else
+    // takes it out.
+    let Vfork { start, others, last } = *unsafe { Box::from_raw(vfork) };
+    here.vfork.store(last, Ordering::Relaxed);
+    table::allow_fast(here.vforks.swap(others, Ordering::Relaxed).saturating_sub(others));
+    drop(start);
+}
+
+/// Forgets what its parent's thread was about to do, in a child.
+fn forget_vforks() {
+    let here = whole::here();
+    here.vforks.store(0, Ordering::Relaxed);
+    here.vfork.store(std::ptr::null_mut(), Ordering::Relaxed);
 }
 
 #[cfg(test)]

@@ -447,6 +447,10 @@ pub(crate) fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
 unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
     // SAFETY: `rest` has the vectors of a message that meets sendmsg(2)'s requirements (`# Safety`).
     let native = || unsafe {
+        // What ends the connection in the middle of a call is left for the next call (Linux, tcp_sendmsg_locked).
+        if done > 0 && wait::reports_now(fd, libc::POLLHUP) {
+            return Attempt::Failed(libc::EIO);
+        }
         let (rest, _vectors) = rest_of(message, done);
         native(real::sendmsg(fd, &rest, flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL))
     };
@@ -470,6 +474,9 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     if connection.is_unmapped() {
         drop(entered);
         return leave_unmapped(tcp, session);
+    }
+    if done > 0 && session.shared.readiness(connection, token()).ended.is_some() {
+        return Attempt::Failed(libc::EIO);
     }
     let left: usize = remaining(message, done).map(|vector| vector.iov_len).sum();
     // SAFETY: sendmsg(2) requires readable buffers (`# Safety`).
@@ -731,6 +738,9 @@ unsafe fn receive_imported(
         }
         let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_RCVTIMEO), begun));
         let most = |bytes: usize| bytes.min(1 << 17) as u32;
+        if peeks && wait::never_has(tcp, wanted) && !is_interrupted_here(tcp) && tcp.restore("MSG_PEEK", Until::Never) {
+            continue;
+        }
         let want = if peeks && done > 0 { Want::More(most(wanted)) } else { Want::Receive(most(wanted - done)) };
         if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
             (flags, over) = (flags | libc::MSG_DONTWAIT, Some(number));

@@ -59,7 +59,8 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if state.unread >= least(tcp, &state) {
         events |= EPOLLIN | EPOLLRDNORM;
     }
-    if ended || state.shut || state.is_writable() {
+    let has_room = || baton_client::rings_have_room(&session.shared, connection, thread::token());
+    if ended || state.shut || state.is_writable() && has_room() {
         events |= EPOLLOUT | EPOLLWRNORM;
     }
     if state.ended.is_some_and(|error| error != 0) || tcp.completions.are_pending() {

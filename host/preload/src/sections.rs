@@ -57,12 +57,9 @@ impl Section {
     /// vfork(2), which must change nothing of what the library knows of its parent.
     #[inline]
     pub fn enter() -> Option<Section> {
-        if forks::is_child_of_vfork() { None } else { Section::enter_anyhow() }
-    }
-
-    /// As [`Section::enter`], also in a child of vfork(2): what it passes on to the program that it executes has to be
-    /// restored first.
-    pub fn enter_anyhow() -> Option<Section> {
+        if is_withdrawn() || forks::is_child_of_vfork() {
+            return None;
+        }
         let whole = Whole::begin();
         let counter = counter();
         counter.fetch_add(1, Ordering::SeqCst);

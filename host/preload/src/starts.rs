@@ -12,8 +12,8 @@
 //! All of this may happen in a child of vfork, or of a process with threads: nothing here takes memory of the heap, or
 //! a lock.
 
-use crate::sections::Section;
-use crate::{filters, messages, thread};
+use crate::sections::{self, Section};
+use crate::{filters, forks, messages, thread};
 use baton_client::preload::{self, RESTORED, VARIABLE};
 use baton_linux::executable::{self, Path, Start, Text};
 use libc::{c_char, c_int};
@@ -66,7 +66,11 @@ fn value_of<'a>(variable: &'a CStr, name: &str) -> Option<&'a [u8]> {
 /// # Safety
 /// `target` and `environment` are as the call needs them.
 pub(crate) unsafe fn execute<T>(target: Target, environment: Strings, call: impl FnOnce(Strings) -> T) -> T {
-    let Some(section) = Section::enter_anyhow() else { return call(environment) };
+    // A child of vfork(2) that is killed in a section would stay in it for its parent's thread.
+    let section = if forks::is_child_of_vfork() { None } else { Section::enter() };
+    if sections::is_withdrawn() || section.is_none() && !forks::is_child_of_vfork() {
+        return call(environment);
+    }
     let errno = thread::errno();
     // SAFETY: the program's own list (`# Safety`).
     let libraries = unsafe { variables(environment) }.find_map(|variable| value_of(variable, VARIABLE));

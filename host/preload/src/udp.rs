@@ -203,6 +203,10 @@ pub(crate) fn give_back(fd: c_int) {
 
 /// The same of those that a program inherits which is executed: their descriptors have no FD_CLOEXEC.
 pub(crate) fn give_back_inherited() {
+    if table::is_wiped() || !process::is_mine() && !forks::is_child_of_vfork() {
+        // They are its parent's.
+        return;
+    }
     for (fd, udp) in all().filter(|(_, udp)| udp.is_taken.load(Ordering::Acquire)) {
         if forks::stays_open_over_exec(fd) {
             udp.leave(true);

@@ -213,7 +213,7 @@ pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::
 /// What a call waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Want {
-    /// This many bytes to receive, or the end of the stream.
+    /// This many bytes to receive, or as many as the NIC may have for the program, or the end of the stream.
     Receive(u32),
     /// The same, where fewer are there already and stay unread. The kernel reports those again and again: so it is
     /// asked from time to time.
@@ -230,12 +230,22 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
     let state = session.shared.readiness(connection, thread::token());
     match want {
-        Want::Receive(count) | Want::More(count) => state.unread >= count || state.fin || state.ended.is_some(),
+        // More than a part of the receive memory might never be there: the window stops short of it.
+        Want::Receive(count) => state.unread >= count.min(state.receive_memory / 4) || state.fin || state.ended.is_some(),
+        Want::More(count) => state.unread >= count || state.fin || state.ended.is_some(),
         Want::Send => {
             let has_room = state.is_writable() && session.shared.takes(connection, thread::token());
             has_room || state.shut || state.ended.is_some()
         }
     }
+}
+
+/// Whether the connection is on the NIC, where so many bytes may never be unread at once.
+pub(crate) fn never_has(tcp: &Tcp, bytes: usize) -> bool {
+    tcp.managed().is_some_and(|(connection, session)| {
+        let memory = || session.shared.readiness(connection, thread::token()).receive_memory as usize;
+        connection.owner() == Owner::Nic && bytes > memory() / 4
+    })
 }
 
 /// Whether a receive would not have to wait: there are bytes, the end, or an error.
@@ -329,6 +339,11 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
         wait.begun.restart();
     }
     let (restarted, begun) = (wait.restarted, wait.begun);
+    // Bytes that wait here for more would have been transferred natively: then no call goes on.
+    let goes_on = || {
+        let has_some = matches!(want, Want::Receive(2..)) && tcp.is_managed() && satisfied(tcp, Want::Receive(1));
+        restarted && !has_some
+    };
     // A handler may have run where this thread was awake, for another connection's sake.
     let is_interrupted = || begun.is_over(restarted);
     loop {
@@ -357,7 +372,7 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
             // ended, the caller finds out by trying.
             Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
             Ok(_) => return Ok(()),
-            Err(libc::EINTR) if !before.is_over_by_kernel(restarted) => {
+            Err(libc::EINTR) if !before.is_over_by_kernel(goes_on()) => {
                 // What the call transfers next is not cut short by a handler that has restarted it.
                 wait.begun.restart();
                 return Ok(());

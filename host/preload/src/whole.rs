@@ -6,7 +6,7 @@
 //! Entering one costs an addition to memory of the thread's own. Where the thread sleeps it is in none
 //! ([`crate::leaving`]).
 
-use crate::forks::Start;
+use crate::forks::Vfork;
 use crate::heap::{Heap, Surroundings};
 use crate::leaving::{Exit, Sleep};
 use crate::{sections, thread};
@@ -46,8 +46,8 @@ pub(crate) struct Here {
     /// How many vfork(2) of this thread, or of its children by it, are under way: while it is not 0 what runs here is a
     /// child, which uses the thread's memory ([`crate::forks`]).
     pub vforks: AtomicU32,
-    /// What is kept while a child of vfork(2) is there.
-    pub start: AtomicPtr<Start>,
+    /// The last one of them.
+    pub vfork: AtomicPtr<Vfork>,
     /// The number of a deferred signal that is kept here instead of in the kernel's queue, or 0, and its description.
     pub kept: AtomicI32,
     pub description: UnsafeCell<MaybeUninit<siginfo_t>>,
@@ -115,7 +115,7 @@ pub(crate) fn here<'a>() -> &'a Here {
         sections: AtomicU32::new(0),
         short_locks: AtomicU32::new(0),
         vforks: AtomicU32::new(0),
-        start: AtomicPtr::new(std::ptr::null_mut()),
+        vfork: AtomicPtr::new(std::ptr::null_mut()),
         kept: AtomicI32::new(0),
         description: UnsafeCell::new(MaybeUninit::uninit()),
     } });

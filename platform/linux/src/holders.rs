@@ -84,7 +84,6 @@ pub fn search(questions: &[Question]) -> Answers {
         list: process::listed,
         sockets_of: process::sockets_of,
         may_inherit: may_have_inherited,
-        is_there: |process| process::users(process).is_some(),
         glance: GLANCE,
         patience: PATIENCE,
     };
@@ -100,8 +99,6 @@ struct Search {
     sockets_of: fn(u32) -> Vec<(i32, u64)>,
     /// Whether the first process can have inherited a socket of the second one.
     may_inherit: fn(u32, u32) -> bool,
-    /// Whether there is a process with this number, be it one that has ended and that its parent has not waited for.
-    is_there: fn(u32) -> bool,
     glance: Duration,
     patience: Duration,
 }
@@ -235,12 +232,12 @@ impl Search {
     }
 
     /// Those of the processes that have not been read that can have inherited sockets of the questions' programs, each
-    /// with the program. One that is not there any more may have been anybody's.
+    /// with the program. One that has ended counts for none: where processes are made all the time, such as by a
+    /// compiler's driver, there is always one of them.
     fn heirs(&self, unread: BTreeSet<Listed>, questions: &[Question]) -> Heirs {
         let programs: BTreeSet<u32> = questions.iter().map(|question| question.program).collect();
         let pairs = unread.into_iter().flat_map(|process| programs.iter().map(move |program| (process, *program)));
-        let inherits = |number: u32, program: u32| (self.may_inherit)(number, program) || !(self.is_there)(number);
-        pairs.filter(|((number, _), program)| number != program && inherits(*number, *program)).collect()
+        pairs.filter(|((number, _), program)| number != program && (self.may_inherit)(*number, *program)).collect()
     }
 
     /// Waits a while for those of these processes that are being read, this many microseconds at most. Returns how many
@@ -331,7 +328,6 @@ mod tests {
             list: || vec![(PROGRAM, 1), (STUCK, 1), (HOLDER, 1)],
             sockets_of,
             may_inherit: |process, _| process == STUCK,
-            is_there: |_| true,
             glance,
             patience: Duration::ZERO,
         };
@@ -365,7 +361,6 @@ mod tests {
             list: || vec![(SLOW, 1), (PROGRAM, 1)],
             sockets_of: slow,
             may_inherit: |_, _| true,
-            is_there: |_| true,
             // Waits: the process is late, however long it is waited for.
             glance: Duration::from_millis(1),
             patience: Duration::from_secs(60),
@@ -373,10 +368,10 @@ mod tests {
         assert_eq!(search.run(&[question(9)]).held, [Held::ByAnother]);
     }
 
-    /// A search in which no process holds up its reader, or is there when it is looked for afterwards.
+    /// A search in which no process holds up its reader, or can have inherited anything.
     fn of_ended(list: fn() -> Vec<Listed>, sockets_of: fn(u32) -> Vec<(i32, u64)>) -> Search {
         let (glance, patience) = (Duration::from_secs(60), Duration::ZERO);
-        Search { list, sockets_of, may_inherit: |_, _| false, is_there: |_| false, glance, patience }
+        Search { list, sockets_of, may_inherit: |_, _| false, glance, patience }
     }
 
     /// The first process of a chain of processes, each of which ends when its child has been made.
@@ -403,11 +398,10 @@ mod tests {
     #[test]
     fn a_chain_of_processes_without_end_is_unknown_if_they_may_be_heirs() {
         static ALIVE: AtomicU32 = AtomicU32::new(CHAIN + 100);
-        let ended = of_ended(|| vec![(ALIVE.fetch_add(1, Relaxed), 1)], |_| Vec::new());
-        let strangers = Search { is_there: |_| true, ..ended };
+        let strangers = of_ended(|| vec![(ALIVE.fetch_add(1, Relaxed), 1)], |_| Vec::new());
         let heirs = Search { may_inherit: |_, _| true, ..strangers };
         let held = |search: &Search| search.run(&[question(7)]).held;
-        assert_eq!([held(&ended), held(&strangers), held(&heirs)].concat(), [Held::Unknown, Held::Alone, Held::Unknown]);
+        assert_eq!([held(&strangers), held(&heirs)].concat(), [Held::Alone, Held::Unknown]);
     }
 
     /// A process that has got the number of one that has been read is read, too.

@@ -205,9 +205,58 @@ static void messages_within_a_limit(void)
     CHECK(left.tv_sec >= 0 && left.tv_sec < LIMIT);
 }
 
+/* More than a connection's receive memory has at once. */
+#define LARGE (4 << 20)
+
+static void *send_large(void *bytes)
+{
+    for (int at = 0; at < LARGE;) {
+        ssize_t sent = send(ends.client, (char *)bytes + at, LARGE - at, 0);
+        CHECK(sent > 0);
+        at += sent;
+    }
+    return NULL;
+}
+
+static void all_of_much(void)
+{
+    char *bytes = malloc(LARGE), *got = malloc(LARGE);
+    CHECK(bytes && got);
+    for (int at = 0; at < LARGE; at++)
+        bytes[at] = at % 251;
+    for (int round = 0; round < 3; round++) {
+        pthread_t sender;
+        CHECK(pthread_create(&sender, NULL, send_large, bytes) == 0);
+        CHECK(recv(ends.server, got, LARGE, MSG_WAITALL) == LARGE && memcmp(got, bytes, LARGE) == 0);
+        CHECK(pthread_join(sender, NULL) == 0);
+    }
+}
+
+/* The peer resets while a send waits: that returns what it has sent, and the next call says so. */
+static void *reset_under_way(void *unused)
+{
+    struct linger at_once = {1, 0};
+    CHECK(setsockopt(ends.client, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once) == 0);
+    wait_a_little();
+    close(ends.client);
+    return unused;
+}
+
+static void reset_in_the_middle(void)
+{
+    enum { MUCH = 64 << 20 };
+    char *bytes = calloc(1, MUCH), got;
+    pthread_t peer;
+    CHECK(bytes && pthread_create(&peer, NULL, reset_under_way, NULL) == 0);
+    ssize_t sent = send(ends.server, bytes, MUCH, MSG_NOSIGNAL);
+    CHECK(sent > 0 && sent < MUCH);
+    CHECK(recv(ends.server, &got, 1, 0) == -1 && errno == ECONNRESET);
+    CHECK(pthread_join(peer, NULL) == 0);
+}
+
 int main(int count, char **arguments)
 {
-    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}, {"write", room_after_write}, {"sendfile", room_after_sendfile}, {"messages", messages_within_a_limit}};
+    static const struct test_case cases[] = {{"all of much", all_of_much}, {"reset", reset_in_the_middle}, {"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}, {"write", room_after_write}, {"sendfile", room_after_sendfile}, {"messages", messages_within_a_limit}};
     alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_used(count > 2);

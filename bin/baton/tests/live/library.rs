@@ -116,6 +116,18 @@ fn what_is_left_of_a_time_limit_is_written_back() {
     as_natively("partly", &["messages"]);
 }
 
+/// A receive of more bytes than the NIC has room for gets them as they come.
+#[test]
+fn a_receive_of_much_gets_all() {
+    as_natively_while_moving("partly", &["all of much"]);
+}
+
+/// A reset that ends a send in its middle is what the next call reports.
+#[test]
+fn a_reset_under_a_send_is_reported_by_the_next_call() {
+    as_natively_while_moving("partly", &["reset"]);
+}
+
 /// A send has filled the queue in the kernel when the connection moves: an edge follows when there is room again.
 #[test]
 fn an_edge_follows_a_send_that_has_filled_the_queue() {

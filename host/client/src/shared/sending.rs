@@ -359,6 +359,14 @@ impl Shared {
     }
 }
 
+/// Whether the ring of a connection's messages has room, as far as a thread has found it full. When that changes there
+/// is an event. (That the NIC has acknowledged a message is none that wakes a poll.)
+pub fn rings_have_room(shared: &Shared, connection: &Connection, token: Token) -> bool {
+    let lane = shared.lane(connection);
+    let full_until = lane.full_until.load(RELAXED);
+    full_until == 0 || lane.commands.lock(token).is_none_or(|commands| commands.is_released(full_until))
+}
+
 /// Whether the NIC can take bytes from where a message says that they are: by the other interfaces it looks in send
 /// memory for what has been queued.
 pub(crate) fn takes_buffers(shared: &Shared) -> bool {
