@@ -402,6 +402,10 @@ pub(crate) fn restore_inherited() {
 /// know that, it would find the process alone with a connection. What is returned is to be kept until the call comes
 /// back.
 pub(crate) fn before_exec() -> Option<Start> {
+    // Then no system call of this library's may be made, which a filter that it does not know may forbid.
+    if sections::is_withdrawn() || table::end() == 0 && udp::end() == 0 {
+        return None;
+    }
     // What a child that has its parent's memory counts would stay counted.
     if is_child_of_vfork() || process::is_borrowed() {
         restore_inherited();
