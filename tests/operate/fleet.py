@@ -142,7 +142,16 @@ def checks():
     scripts += ["slurm/openmpi.sbatch", "slurm/mpich.sbatch", "slurm/sweep.sbatch"]
     paths = [ROOT / "packaging/image", *(FLEET / script for script in scripts)]
     subprocess.run(["shellcheck", "--severity=warning", *paths], check=True)
-    subprocess.run(["promtool", "check", "config", FLEET / "kubernetes/prometheus.yml"], stdout=subprocess.DEVNULL, check=True)
+    # Debian's Prometheus is built without Kubernetes' discovery: pods that are named take its place in a copy.
+    config = (FLEET / "kubernetes/prometheus.yml").read_text()
+    found = re.compile(r"( +)kubernetes_sd_configs:\n(?:\1 +.*\n)+")
+    config, replaced = found.subn(r"\1static_configs: [{targets: [10.0.0.1:9464]}]\n", config)
+    assert replaced == 1, config
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prometheus.yml"
+        path.write_text(config)
+        shutil.copy(FLEET / "kubernetes/alerts.yml", folder)
+        subprocess.run(["promtool", "check", "config", path], stdout=subprocess.DEVNULL, check=True)
 
 
 def images(podman, package):
