@@ -1,5 +1,5 @@
-//! When something is tried again that the agent has not done, or has not answered: after pauses that double, from a
-//! second on. An agent that does not answer costs the program most of a second each time.
+//! When to repeat a request that the agent has refused or not answered: after pauses that begin with a second and
+//! double. Each request to an agent that does not answer costs the program most of a second.
 
 use crate::wait;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,7 +10,7 @@ const FIRST: u64 = 1_000_000;
 /// Doublings of the pause: it is 16 s at most.
 const DOUBLINGS: u32 = 4;
 
-/// When it is due, and the attempts that have failed so far.
+/// When a request is due again, and how many attempts have failed so far.
 #[derive(Default)]
 pub(crate) struct Again {
     /// Microseconds of the monotonic clock; 0 for at once, `u64::MAX` for never.
@@ -19,7 +19,7 @@ pub(crate) struct Again {
 }
 
 impl Again {
-    /// Whether it may be tried now.
+    /// Whether the request may be made now.
     #[inline]
     pub fn is_due(&self) -> bool {
         match self.not_before.load(Ordering::Acquire) {
@@ -29,20 +29,21 @@ impl Again {
         }
     }
 
-    /// Lets it be tried at once: nothing is known against it.
+    /// Allows a request at once, and forgets the failures so far.
     pub fn reset(&self) {
         self.failures.store(0, Ordering::Release);
         self.not_before.store(0, Ordering::Release);
     }
 
-    /// Notes that an attempt has succeeded. False if it was given up meanwhile.
+    /// Records that an attempt has succeeded. False if [`Again::give_up`] was called meanwhile.
     pub fn succeed(&self) -> bool {
         self.failures.store(0, Ordering::Release);
         let reset = |not_before: u64| (not_before != u64::MAX).then_some(0);
         self.not_before.fetch_update(Ordering::SeqCst, Ordering::SeqCst, reset).is_ok()
     }
 
-    /// Has it tried again after a pause, unless it was given up meanwhile: the attempt has failed.
+    /// Records that an attempt has failed: the next one is due after a pause, unless [`Again::give_up`] was called
+    /// meanwhile.
     pub fn pause(&self) {
         self.pause_from(wait::now());
     }
@@ -53,12 +54,12 @@ impl Again {
         let _ = self.not_before.fetch_update(Ordering::SeqCst, Ordering::SeqCst, pause);
     }
 
-    /// Has it never tried again, unless it is reset.
+    /// Forbids further requests, until [`Again::reset`].
     pub fn give_up(&self) {
         self.not_before.store(u64::MAX, Ordering::SeqCst);
     }
 
-    /// Whether it is never tried again.
+    /// Whether further requests are forbidden.
     pub fn is_given_up(&self) -> bool {
         self.not_before.load(Ordering::Acquire) == u64::MAX
     }

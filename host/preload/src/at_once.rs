@@ -1,5 +1,5 @@
-//! The fast paths of calls that send from one buffer, or receive into one: the connection is on the NIC, and there is
-//! room for all of it, or data waits.
+//! The fast paths of calls that send from one buffer, or receive into one. They serve a connection on the NIC, if send
+//! memory has room for the whole buffer, or receive memory has data.
 
 use crate::io::PLAIN_SEND;
 use crate::table::TcpEntry;
@@ -14,7 +14,7 @@ use libc::{c_int, c_void, size_t, ssize_t};
 /// As send(2).
 #[inline(always)]
 pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> bool {
-    // What is to wait for more is no plain message to the NIC.
+    // A send with MSG_MORE needs more than a plain command to the NIC.
     if flags & !(PLAIN_SEND & !libc::MSG_MORE) != 0 {
         return false;
     }
@@ -24,7 +24,7 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     // passed on to a guarded copy, and what has sent nothing then goes the slow path, which knows null.
     let bytes = unsafe { std::slice::from_raw_parts(start.cast(), length) };
     whole::begin();
-    // The end stands twice, so that no instruction is needed to remember the result.
+    // `whole::end` is in both branches, so that no instruction is needed to keep the result across it.
     if session.shared.send_at_once(connection, token(), bytes) {
         whole::end();
         return true;
@@ -59,7 +59,8 @@ pub(crate) unsafe fn receive_at_once(
     // passed on to a guarded copy, and what has received nothing then goes the slow path, which knows null.
     let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
     whole::begin();
-    // The end stands twice, and the length is read from memory, so that no register is needed to remember the result.
+    // `whole::end` is in both branches, and the length is read from memory, so that no register is needed to keep the
+    // result across it.
     match session.shared.receive_at_once(connection, token(), room) {
         Received::All => {
             let length = kept.length;
@@ -86,8 +87,8 @@ fn branch() {
     }
 }
 
-/// The arguments of a call for one buffer, in memory: they are needed again only if the fast path does not serve it,
-/// which has the registers to itself meanwhile.
+/// The arguments of a call for one buffer, kept in memory so that the fast path can use all registers. They are read
+/// again only if the fast path does not serve the call.
 pub(crate) struct Arguments {
     pub fd: c_int,
     pub flags: c_int,

@@ -14,7 +14,7 @@ pub(crate) use events::epoll_ctl;
 pub(crate) use stdio::is_standard;
 
 /// Intercepts functions that cannot be called from here: they return twice, or take a variable number of arguments.
-/// After what comes first (the last expression, which gets the function's first arguments) control jumps to the C
+/// The last expression of each line runs first, with the function's first arguments; then control jumps to the C
 /// library's function, with stack and registers unchanged.
 #[cfg(target_arch = "x86_64")]
 macro_rules! jumps {
@@ -31,8 +31,7 @@ macro_rules! jumps {
         #[unsafe(naked)]
         pub extern "C" fn $name() {
             // Saves six argument registers, al, which says how many vector registers have arguments, and those; then
-            // the stack is as it was. Whoever unwinds the stack, as the end of a thread does, finds the way on from
-            // each instruction.
+            // the stack is as it was. An unwinder, such as that of pthread_exit, can continue from each instruction.
             std::arch::naked_asm!(
                 ".cfi_startproc",
                 "sub rsp, 184",

@@ -1,8 +1,8 @@
-//! Signals that come together with the C library's own one by which a thread is cancelled (glibc, pthread_cancel). The
-//! kernel begins both handlers, and the program's runs first. In a call of this library's it would wait for ever: glibc
-//! (2.36) lets no call return in a thread that is being cancelled until that other handler has run, unless the thread
-//! is cancelled at any time, which no thread is in a part that stays whole ([`crate::whole`]). So the program's handler
-//! comes after that one, which ends the thread, or returns.
+//! Signals that arrive together with SIGCANCEL, by which glibc cancels a thread (pthread_cancel). The kernel sets up
+//! both handlers, and the program's runs first. If the program's handler called this library it would wait for ever: in
+//! a thread that is being cancelled, glibc (2.36) lets no call return before SIGCANCEL's handler has run, unless the
+//! thread's cancellation is asynchronous, which it never is in a part that stays whole ([`crate::whole`]). So this
+//! library runs the program's handler after SIGCANCEL's, which either ends the thread or returns.
 
 use crate::real;
 use libc::{c_int, c_long, c_void};
@@ -11,16 +11,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// glibc's signal (SIGCANCEL).
 const CANCEL: c_int = 32;
 
-/// Bytes of a handler in which it may not yet have noted that the thread is cancelled, or looked for that.
+/// Length in bytes of the beginning of a handler: within it, SIGCANCEL's handler may not have recorded the cancellation
+/// yet, nor this library's handler looked for it.
 const BEGINNING: usize = 256;
 
 /// Bytes of the kernel's signal sets.
 const SET_BYTES: c_long = 8;
 
-/// Where the kernel has glibc's handler of that signal; 0 as long as that is not known.
+/// The address of glibc's handler for SIGCANCEL; 0 as long as that is not known.
 static HANDLER: AtomicUsize = AtomicUsize::new(0);
 
-/// Where the kernel has it, or 0 if it has none yet. Asks once: meanwhile another signal may come.
+/// The address of glibc's handler, or 0 if none is installed yet. Asks the kernel only until it is known.
 #[inline(always)]
 fn handler() -> usize {
     let known = HANDLER.load(Ordering::Relaxed);
@@ -45,8 +46,8 @@ fn place(context: &libc::ucontext_t) -> usize {
     context.uc_mcontext.pc as usize
 }
 
-/// Whether a handler has interrupted that signal's handler at its beginning; or, while that waits, the beginning of
-/// this library's handler, which is `ours`: several signals may have come at once.
+/// Whether a handler has interrupted SIGCANCEL's handler at its beginning; or, with SIGCANCEL's handler set up below
+/// it, the beginning of this library's handler `ours`, since several signals may have arrived at once.
 ///
 /// # Safety
 /// `context` is the kernel's, of a handler that runs.

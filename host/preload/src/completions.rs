@@ -1,13 +1,13 @@
 //! Completions of sends with MSG_ZEROCOPY that this library copies.
 //!
-//! On a socket with SO_ZEROCOPY the kernel numbers these sends, and reports on the socket's error queue when it does
-//! not need their bytes any more. Where the way to the peer cannot use the program's pages, as over loopback, it copies
-//! them and says so (SO_EE_CODE_ZEROCOPY_COPIED; Linux, Documentation/networking/msg_zerocopy.rst).
+//! On a socket with SO_ZEROCOPY the kernel numbers these sends, and reports on the socket's error queue when it no
+//! longer needs their bytes. Where the route to the peer cannot use the program's pages, as over loopback, the kernel
+//! copies them and reports that (SO_EE_CODE_ZEROCOPY_COPIED; Linux, Documentation/networking/msg_zerocopy.rst).
 //!
-//! Of a connection that may be on the NIC the library has all of them copied, in the kernel, too: so it alone numbers
-//! them, and moves change nothing. Their bytes are not needed any more when the call returns. So completions come in
-//! the order of the sends, and those that wait are one range: the kernel merges ranges that follow each other
-//! (skb_zerocopy_notify_extend).
+//! On a connection that may go to the NIC the library makes all of these sends as copies, also while the connection is
+//! in the kernel. So the library alone numbers them, and a move changes nothing. A copied send is complete when the
+//! call returns. So completions come in the order of the sends, and the unread ones form one range: the kernel merges
+//! ranges that follow each other (skb_zerocopy_notify_extend).
 
 use libc::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -22,26 +22,27 @@ const LIBRARY_IPV6: u32 = 3;
 #[derive(Default)]
 pub(crate) struct Completions {
     by: AtomicU32,
-    /// Sends numbered by this library, ever (wraps), in the lower half; in the upper one whose they are: the generation
-    /// of the socket, whose place another one may take while a thread is late with a send.
+    /// Lower half: sends that this library has numbered in total (wraps). Upper half: the generation of the socket that
+    /// they belong to, since this object may represent another socket before a late thread has finished its send.
     made: AtomicU64,
     /// Sends whose completions the program has read.
     read: AtomicU32,
 }
 
 impl Completions {
-    /// Begins anew, for another socket, of this generation.
+    /// Starts again from zero, for another socket with this generation.
     pub fn forget(&self, generation: u32) {
         self.by.store(UNDECIDED, Ordering::Release);
         self.made.store(u64::from(generation) << 32, Ordering::Release);
         self.read.store(0, Ordering::Release);
     }
 
-    /// Goes on where a parent has been, in its child: what the parent has sent the parent reads.
+    /// In a child of fork: continues the parent's numbering. The completions of the parent's sends are read by the
+    /// parent.
     pub fn go_on_from(&self, parents: &Completions) {
         let made = parents.made();
         self.by.store(parents.by.load(Ordering::Acquire), Ordering::Release);
-        // Only this thread knows the child's.
+        // No other thread uses the child's counters yet.
         self.made.store(with_count(self.made.load(Ordering::Acquire), made), Ordering::Release);
         self.read.store(made, Ordering::Release);
     }
@@ -66,24 +67,25 @@ impl Completions {
         self.are_ours() == Some(true)
     }
 
-    /// Numbers a send of the socket of this generation, which is complete. Nothing is done if another one is here now.
+    /// Numbers a completed send of the socket with this generation. Does nothing if this object represents another
+    /// socket by now.
     pub fn add(&self, generation: u32) {
         let more = |made: u64| (made >> 32 == u64::from(generation)).then(|| with_count(made, (made as u32).wrapping_add(1)));
-        // Whoever is about to sleep registers first, then looks.
+        // SeqCst: a thread that is about to sleep registers first, then reads this counter.
         let _ = self.made.fetch_update(Ordering::SeqCst, Ordering::Relaxed, more);
     }
 
-    /// How many there have been, ever (wraps).
+    /// Sends numbered in total (wraps).
     pub fn made(&self) -> u32 {
         self.made.load(Ordering::Acquire) as u32
     }
 
-    /// Whether there is one that the program has not read.
+    /// Whether the program has a completion to read.
     pub fn are_pending(&self) -> bool {
         self.made.load(Ordering::SeqCst) as u32 != self.read.load(Ordering::Acquire)
     }
 
-    /// Takes those that the program has not read.
+    /// Takes the completions that the program has not read.
     pub fn take(&self) -> Option<Completed> {
         loop {
             let read = self.read.load(Ordering::Acquire);
@@ -99,7 +101,7 @@ impl Completions {
     }
 }
 
-/// A socket's word with another number of sends.
+/// The value of `made` with another number of sends.
 fn with_count(word: u64, count: u32) -> u64 {
     word & !u64::from(u32::MAX) | u64::from(count)
 }
@@ -126,7 +128,7 @@ const _: () = assert!(HEADER == 16 && size_of::<libc::sock_extended_err>() == 16
 pub(crate) struct Control {
     bytes: [u8; MOST],
     length: usize,
-    /// Bytes of the program's buffer that it takes: its own, and what aligns the next one.
+    /// Bytes of the program's buffer that the message takes, with the padding that aligns the next one.
     pub taken: usize,
     /// There was not enough room (MSG_CTRUNC).
     pub is_cut: bool,
@@ -140,7 +142,8 @@ impl Control {
 }
 
 impl Completed {
-    /// The message that describes them, for a buffer of `room` bytes (Linux, ip_recv_error, ipv6_recv_error, put_cmsg).
+    /// The control message that describes these completions, for a buffer of `room` bytes (Linux, ip_recv_error,
+    /// ipv6_recv_error, put_cmsg).
     pub fn control(&self, room: usize) -> Control {
         let (level, kind, address) = if self.is_ipv6 {
             (libc::SOL_IPV6, libc::IPV6_RECVERR, size_of::<libc::sockaddr_in6>())
@@ -194,7 +197,8 @@ mod tests {
         assert!(!completions.are_pending());
     }
 
-    /// A thread returns from a send on a socket that another one has closed meanwhile. The next socket has its place.
+    /// A thread returns from a send on a socket that another thread has closed meanwhile. The completion is not counted
+    /// for the next socket that this object represents.
     #[test]
     fn who_is_late_completes_no_send_of_the_next_socket() {
         let completions = Completions::default();

@@ -1,8 +1,8 @@
 //! connect(2) by the NIC (`--offload full`).
 //!
 //! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to
-//! send, so that every way of waiting for it works: it becomes writable when it is open, and reports an error when it
-//! could not be opened.
+//! send, so that every way of waiting for it works: the socket becomes writable when the connection is established, and
+//! reports an error when it could not be established.
 
 use crate::signals::Mark;
 use crate::tcp::Tcp;
@@ -15,7 +15,7 @@ use libc::{c_int, sockaddr, socklen_t};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::sync::atomic::Ordering;
 
-/// Reads the program's address. None if it is no unicast address by which the NIC could reach anybody.
+/// Reads the program's address. None unless it is a unicast address that the NIC can send to.
 pub(crate) fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
     let length = (length as usize).min(size_of::<libc::sockaddr_in6>());
     let mut storage = [0u64; size_of::<libc::sockaddr_in6>().div_ceil(8)];
@@ -57,9 +57,9 @@ pub(crate) fn family(address: *const sockaddr, length: socklen_t) -> Option<c_in
     Some(c_int::from(u16::from_ne_bytes([*first, *second])))
 }
 
-/// connect(2) by the NIC. None if the kernel has to do it. As in Linux (__inet_stream_connect), a connection that does
-/// not come about is over when a connect(2) has said so: with its error, or ECONNABORTED if another call had that. Then
-/// the next one begins another.
+/// connect(2) by the NIC. None if the kernel has to do it. As in Linux (__inet_stream_connect), a failed attempt ends
+/// when a connect(2) has reported it: with the connection's error, or ECONNABORTED if another call has taken the error.
+/// The connect(2) after that begins a new connection.
 ///
 /// # Safety
 /// As connect(2).
@@ -67,7 +67,7 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
     if !process::plan().is_some_and(process::Plan::is_full) || tcp.listens() {
         return None;
     }
-    // One that ends the connection (AF_UNSPEC) succeeds, as in the kernel.
+    // connect(2) with AF_UNSPEC, which ends the connection, succeeds, as in the kernel.
     let dissolves = family(address, length)? == libc::AF_UNSPEC;
     let errno = thread::errno();
     let mut goes_on = libc::EINPROGRESS;
@@ -107,7 +107,7 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
             thread::set_errno(errno);
             0
         }
-        // Linux reports an operation that goes on.
+        // As in Linux, after a time-out the connection attempt continues, and the call reports that.
         Err(libc::EAGAIN) => thread::fail(goes_on) as c_int,
         Err(number) => thread::fail(number) as c_int,
     };
@@ -117,8 +117,8 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
     Some(done)
 }
 
-/// The error of a connection that the NIC could not open, for the connect(2) that says so: then its socket can open
-/// another one.
+/// Takes the error of a connection that the NIC could not open, for the connect(2) that reports it. After that the
+/// socket can open another connection.
 fn take_failure(tcp: &'static Tcp, connection: &Connection) -> c_int {
     let error = connection.take_error();
     tcp.forget_failed();
@@ -131,11 +131,12 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
     let generation = tcp.generation();
     loop {
         if sections::is_withdrawn() {
-            // The kernel goes on with it.
+            // The library has withdrawn: the caller continues with the kernel's connect(2).
             return Err(libc::EINTR);
         }
         let Some(owner) = tcp.settled_owner() else {
-            // In a child that a handler has made meanwhile the kernel opens the connection for both.
+            // `is_left`: this is a child of fork, made by a signal handler meanwhile; the kernel opens the connection
+            // for parent and child.
             return Err(if tcp.is_left(generation) { libc::EINTR } else { libc::ECONNABORTED });
         };
         let Some((connection, session)) = tcp.managed() else { continue };
@@ -152,8 +153,8 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
                 return Ok(());
             }
         } else {
-            // The kernel opens it in the NIC's place. Not asked during a move, when the socket is disconnected for a
-            // moment, and has an error.
+            // The kernel may be opening the connection instead of the NIC. It is not asked during a move, when the
+            // socket is disconnected for a moment and has an error.
             let opened = tcp.undisturbed(|owner| {
                 let is_open = owner != Some(Owner::Nic) && wait::reports_now(fd, libc::POLLOUT);
                 is_open.then(|| crate::options::kernels(fd, libc::SOL_SOCKET, libc::SO_ERROR).unwrap_or(0))

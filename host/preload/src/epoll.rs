@@ -1,8 +1,8 @@
 //! Epoll sets with sockets that may be on the NIC.
 //!
 //! The program's epoll set stays the kernel's. It reports events of connections in the kernel; the set's [`Interest`]
-//! decides which of these the program gets, and adds those of connections on the NIC. The session's doorbell and an
-//! eventfd of the set's own are in the kernel's set, too, so that a thread that sleeps in it wakes for either.
+//! decides which of these the program gets, and adds those of connections on the NIC. The kernel's set also contains
+//! the session's doorbell and an eventfd of the set, so that a thread that sleeps in the set is woken by either.
 //!
 //! A child of fork shares the kernel's set with its parent. It changes nothing there of its own accord, and only
 //! translates what the kernel reports ([`leave_inherited`]).
@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 /// The program's own call, which writes events there, with a limit in microseconds.
 type Native<'a> = &'a dyn Fn(&mut [epoll_event], Option<u64>) -> c_int;
 
-/// How often an epoll_wait or a poll that may not wait waits nevertheless, a millisecond each, for moves to end.
+/// How many times an epoll_wait or a poll with a time limit of zero waits for moves to end, a millisecond each time.
 pub(crate) const SETTLING_ROUNDS: u32 = 50;
 
 /// A file in a set.
@@ -64,17 +64,17 @@ pub(crate) struct Inner {
 #[repr(align(64))]
 pub(crate) struct Set {
     pub inner: Mutex<Inner>,
-    /// Slots of sockets to which something has happened.
+    /// Slots of sockets whose events may have changed.
     marked: Mutex<Vec<u32>>,
     pub any_marked: AtomicBool,
     pub wake: Wake,
     pub sleepers: AtomicU32,
-    /// Who polls the set itself, or has it in another set.
+    /// Threads that poll the set itself, and the sets that contain it.
     pub watchers: readiness::Watchers,
-    /// The set belongs to the process from which this one was forked, or to several. A thread of the parent's may have
-    /// held its locks during the fork, and they are never released here then.
+    /// The set belongs to the process from which this one was forked, or to several. A thread of the parent may have
+    /// held the set's locks during the fork; in this process those are never released.
     inherited: AtomicBool,
-    /// It is so with `inner`: nothing is known of the set.
+    /// A thread of the parent held `inner` during the fork: this process cannot read what the set contains.
     unknown: AtomicBool,
     pub fds: Mutex<Vec<c_int>>,
 }
@@ -86,7 +86,7 @@ pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes the locks of what is kept, for a fork.
+/// Takes the locks of this file's lists, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
     vec![POOL.hold(), OURS.hold()]
 }
@@ -104,7 +104,7 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
-/// The lowest of them from `first` on.
+/// The lowest descriptor of a set's eventfd from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
     OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
@@ -148,8 +148,8 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
         EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,
         _ => return native(),
     };
-    // In a process that is closed for good nothing moves any more: what is waited for past this library must not have
-    // its data.
+    // In a process that is closed for good nothing moves any more: a set that is waited for past this library must not
+    // get registrations with the library's data.
     let is_known = table::set_of(epfd).is_some();
     if table::tcp(epfd).is_some() || !is_known && process::is_closed_for_good() {
         return native();
@@ -168,7 +168,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
 /// The kernel's set.
 pub(crate) struct Kernel {
     epfd: c_int,
-    /// What is not known of sets in this one.
+    /// What could not be determined of the sets inside this one.
     pub doubt: readiness::Doubt,
 }
 
@@ -229,7 +229,8 @@ impl World for Kernel {
     }
 
     fn report(&mut self, out: &mut [epoll_event]) -> usize {
-        // Without the program's signal mask: an epoll_pwait that has events to report does not let signals in either.
+        // Without the program's signal mask: the kernel's epoll_pwait does not deliver signals either when it has
+        // events to report.
         ask(self.epfd, out, Some(0), std::ptr::null()).max(0) as usize
     }
 
@@ -241,7 +242,7 @@ impl World for Kernel {
 }
 
 impl Set {
-    /// Notes that it is the parent's, in a child.
+    /// In a child of fork: records that the set is shared with the parent.
     pub fn inherit(&self) {
         let is_held = matches!(self.inner.try_lock(), Err(TryLockError::WouldBlock));
         self.unknown.store(is_held, Ordering::Relaxed);
@@ -295,7 +296,8 @@ impl Set {
     /// the eventfd alone.
     fn join_bell(&self, inner: &mut Inner, epfd: c_int) {
         if self.is_inherited() {
-            // Another process would get this library's data, and nobody would silence what is rung.
+            // Another process would get this library's data from the shared set, and could not clear the doorbell or
+            // the eventfd.
             return;
         }
         if !inner.wakes {
@@ -338,14 +340,16 @@ impl Set {
         let epfd = locked(&self.fds).first().copied();
         if let Some(epfd) = epfd {
             self.join_bell(&mut locked(&self.inner), epfd);
-            // A thread that has slept in it since before the session was opened is not counted as a sleeper.
+            // A thread that fell asleep in the set before the session was opened is not counted as a sleeper, so
+            // `alert` would not wake it.
             self.wake.signal();
             readiness::tell(self);
             readiness::prepare_parents(self);
         }
     }
 
-    /// Marks a socket's slot: something has happened to it. The caller holds the lock of the session's events.
+    /// Marks a socket's slot, since the socket's events may have changed. The caller holds the lock of the session's
+    /// events.
     pub fn mark(&self, slot: u32) {
         locked(&self.marked).push(slot);
         // A thread that is about to sleep counts itself first, then reads this flag.
@@ -360,7 +364,7 @@ impl Set {
         }
     }
 
-    /// Wakes threads that sleep in the set or watch it from outside.
+    /// Wakes the threads that sleep in the set, and those that wait for the set itself.
     fn announce(&self) {
         self.alert();
         readiness::tell(self);
@@ -372,7 +376,8 @@ impl Set {
         change(&mut locked(&self.inner).interest, &mut Kernel::of(epfd.unwrap_or(-1)));
     }
 
-    /// Watches a descriptor of this library's beside a socket, as the program has the set watch the socket.
+    /// Adds a descriptor of this library's beside a socket, with the events and flags of the program's registration of
+    /// the socket.
     pub fn watch_beside(&self, slot: u32, tcp: &'static Tcp, ours: c_int) {
         self.with_interest(|interest, kernel| interest.watch_beside(kernel, slot, File::Tcp(tcp), ours));
     }
@@ -382,7 +387,7 @@ impl Set {
         self.with_interest(|interest, kernel| interest.stop_watching_beside(kernel, ours));
     }
 
-    /// Whether the parent, whose set it is, has had something watched beside this descriptor when it forked.
+    /// For a set inherited from the parent: whether a descriptor was watched beside this one at the time of the fork.
     pub fn has_beside(&self, fd: c_int) -> bool {
         !self.unknown.load(Ordering::Relaxed) && locked(&self.inner).interest.has_beside(fd)
     }
@@ -392,7 +397,7 @@ impl Set {
         self.with_interest(|interest, kernel| interest.forget(kernel, slot, File::Tcp(tcp)));
     }
 
-    /// Removes a socket that is the kernel's alone from now on.
+    /// Removes a socket that stays in the kernel from now on.
     pub fn release(&'static self, slot: u32, tcp: &'static Tcp) {
         self.with_interest(|interest, kernel| {
             interest.settle(kernel, slot);
@@ -412,7 +417,8 @@ impl Set {
         }
     }
 
-    /// Makes every registration the program's own, and stops tracking the set: it is waited for past this library.
+    /// Replaces every registration by the program's own, and stops tracking the set, since it is waited for past this
+    /// library.
     pub fn leave_to_kernel(&'static self) {
         if self.is_inherited() {
             return;
@@ -430,8 +436,9 @@ impl Set {
         fds.into_iter().for_each(|fd| table::put(fd, None));
     }
 
-    /// Takes out of the kernel's set what a thread that was awake in it has put there again while the set was left to
-    /// the kernel. It is several processes' by now ([`Set::inherit`]), so that nothing is put there any more.
+    /// Removes the library's own descriptors from the kernel's set once more: another thread may have added them again
+    /// while [`Set::leave_to_kernel`] ran. By now the set counts as shared ([`Set::inherit`]), so none is added after
+    /// this.
     pub fn leave_to_several(&self, epfd: c_int) {
         if let Some(session) = process::session() {
             self.leave(session, epfd);
@@ -441,7 +448,7 @@ impl Set {
         inner.wakes = false;
     }
 
-    /// Has a file forget that it is in this set.
+    /// Removes this set from a file's list of sets.
     fn forget_in(&'static self, file: File, slot: u32) {
         match file {
             File::Tcp(tcp) => tcp.remove_set(self, slot),
@@ -491,7 +498,7 @@ impl Set {
     pub fn remove_fd(&'static self, fd: c_int) {
         table::put(fd, None);
         if self.is_inherited() {
-            // A thread of the parent may have held the lock during the fork.
+            // The lock is not taken: a thread of the parent may have held it during the fork.
             return;
         }
         let mut fds = locked(&self.fds);
@@ -516,7 +523,7 @@ impl Set {
             return;
         }
         self.join_bell(inner, epfd);
-        // Not with the list locked: checking a socket may mark others.
+        // The list is taken out first, since checking a socket may mark others, which locks the list.
         let marked = std::mem::take(&mut *locked(&self.marked));
         for slot in marked {
             let kernel = &mut Kernel::of(epfd);
@@ -585,7 +592,8 @@ impl Set {
                     return got;
                 }
                 if self.is_inherited() {
-                    // It was passed on. Or a handler has made this child: what was found in the set is its parent's.
+                    // The set is shared with another process by now; or a signal handler has forked, this is the child,
+                    // and the events are the parent's.
                     drop(section);
                     if !process::is_still(owner) {
                         return thread::fail(libc::EINTR) as c_int;
@@ -597,11 +605,12 @@ impl Set {
                 moving = moving.or(inner.interest.moving).or(kernel.doubt.moving.map(File::Tcp));
                 renewed = inner.interest.renewed || kernel.doubt.renewed;
             }
-            // What is marked by now may have signalled what this thread has cleared since.
+            // A socket that is marked by now may have written the eventfd before this thread cleared it: then other
+            // threads have to be woken again.
             let left = inner.interest.has_queued() && count > 0 || self.any_marked.load(Ordering::SeqCst);
             let ended = std::mem::take(&mut inner.interest.ended);
             drop(inner);
-            // Noticed where the lock of a set is held.
+            // The end may have been noticed where a set's lock was held, so that the session could not be left there.
             end |= !ended.is_empty() || session.is_some_and(|session| session.shared.has_ended());
             ended.into_iter().for_each(leave_queue);
             if bell && let Some(session) = session {
@@ -622,7 +631,7 @@ impl Set {
                 rounds += 1;
                 tcp.wait_a_little();
             } else if renewed && rounds < SETTLING_ROUNDS {
-                // The kernel has been asked before.
+                // The kernel answered before the registrations were brought in line: ask again.
                 rounds += 1;
                 continue;
             } else if limit == Some(0) && !readiness::is_marked(self, session) {
@@ -632,13 +641,14 @@ impl Set {
                 return 0;
             }
             if limit != Some(0) && begun.is_over(false) {
-                // A handler has run where this thread was awake, for another socket's sake.
+                // A signal handler has run while this thread was awake to handle another socket's events.
                 return thread::fail(libc::EINTR) as c_int;
             }
         }
     }
 
-    /// Sleeps in the kernel's set, in the program's own call. Returns its result, and the session as [`Sleeper::end`].
+    /// Makes the program's own call, which sleeps in the kernel's set. Returns its result, and the session as
+    /// [`Sleeper::end`] does.
     fn sleep(
         &self,
         section: Section,
@@ -647,8 +657,8 @@ impl Set {
         native: Native<'_>,
         deadline: Option<u64>,
     ) -> (c_int, Option<&'static Session>) {
-        // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no
-        // session when this thread fell asleep.
+        // A thread that marks a socket, or adds a socket that has moved already, reads this count. So this thread
+        // counts itself also if there is no session yet.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let sleeper = Sleeper::begin(session);
         let pending =
@@ -678,20 +688,21 @@ impl Set {
     }
 }
 
-/// Handles the end of what is watched beside a file: of a listener's queue.
+/// Handles the hang-up of a descriptor that is watched beside a file: a listener's queue.
 fn leave_queue(file: File) {
     if let File::Tcp(tcp) = file {
         listening::leave_ended(tcp);
     }
 }
 
-/// The data of the program's own registrations. Where the library has withdrawn, events of its registrations are
-/// dropped: each was replaced by the program's own since, and the kernel has looked then whether it is ready.
+/// The data of an event if it comes from a registration of the program's. After the library has withdrawn, events of
+/// the library's registrations are dropped: each registration was replaced by the program's own, and the kernel checked
+/// the file's readiness when that happened.
 fn programs_own(data: u64) -> Option<u64> {
     (!is_own(data) && !interest::is_token(data)).then_some(data)
 }
 
-/// Goes on with an epoll_wait that has `got` events from the kernel's set, which alone reports to the program.
+/// Finishes an epoll_wait that has `got` events, for a set of which the kernel alone reports from now on.
 fn go_on(
     out: &mut [epoll_event],
     got: c_int,
@@ -717,18 +728,18 @@ fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const
     };
     // SAFETY: `out` is a live slice of that length; `mask` is the program's own, or null.
     let mut ask = || unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, left, mask) };
-    // With a mask it lets signals in.
+    // With a mask the call may deliver signals.
     if mask.is_null() { ask() } else { leaving::asleep(ask) }
 }
 
-/// Handles inherited sets in a child of fork: they are its parent's, too, and nothing is changed in them from here. The
-/// sockets in them stay in the kernel, which alone can report to both.
+/// Handles inherited sets in a child of fork. The child shares them with the parent and changes nothing in them. Their
+/// sockets stay in the kernel, since only the kernel can report to both processes.
 pub(crate) fn leave_inherited() {
     for (_, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
         set.inherit();
-        // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of
-        // the set.
+        // If a thread of the parent held this lock during the fork, it is never released in this process, which then
+        // cannot read what the set contains.
         if let Ok(inner) = set.inner.try_lock() {
             for (_, file) in inner.interest.files() {
                 if let File::Tcp(parents) = file {
@@ -756,8 +767,8 @@ pub(crate) fn settle() {
     }
 }
 
-/// Makes the kernel's registrations the program's own, of every set that is this process's, and takes this library's
-/// out: it withdraws. The caller is the only thread inside.
+/// Withdrawal: in every set that this process does not share, replaces the kernel's registrations by the program's own,
+/// and removes this library's. The caller is the only thread inside.
 pub(crate) fn release_all() {
     for (epfd, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };

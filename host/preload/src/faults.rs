@@ -1,14 +1,13 @@
-//! The program's memory, whose addresses nobody has checked.
+//! Access to the program's memory by pointers that may be invalid.
 //!
 //! A call with a bad pointer fails with EFAULT, as in the kernel. To ask the kernel before each access would cost a
-//! system call, so the access is tried ([`guarded`]): this library has a handler for SIGSEGV and SIGBUS, which ends a
-//! copy that fails. Every other such signal is the program's, and the program sees its own action: what it sets and
-//! asks for is kept here ([`change`]). An ignored signal stays ignored in the kernel, since programs that are executed
+//! system call, so the library just makes the access ([`guarded`]), and its handler for SIGSEGV and SIGBUS ends a copy
+//! that fails. Every other SIGSEGV or SIGBUS goes to the program's handler. The actions that the program sets and reads
+//! are kept here ([`change`]). A signal that the program ignores stays ignored in the kernel, since executed programs
 //! inherit that.
 //!
-//! In a thread that blocks these signals, and after a system call that sets an action without the C library's function,
-//! a bad pointer ends the program where the NIC has the connection, or where the library has to look at what the
-//! pointer names.
+//! In a thread that blocks these signals, and after the program has set an action by a system call of its own, a bad
+//! pointer ends the program, if the connection is on the NIC or the library has to read what the pointer names.
 
 use crate::sections::Section;
 use crate::{process, real, signals, thread};
@@ -22,8 +21,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const SIGNALS: [c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// The program's actions, in the order of [`SIGNALS`]. The kernel's is this library's, unless the program ignores the
-/// signal.
+/// The program's actions, in the order of [`SIGNALS`]. The kernel has this library's handler instead, unless the
+/// program ignores the signal.
 struct Actions {
     taken: AtomicBool,
     of: UnsafeCell<[MaybeUninit<libc::sigaction>; 2]>,
@@ -34,10 +33,11 @@ unsafe impl Sync for Actions {}
 
 static ACTIONS: Actions = Actions { taken: AtomicBool::new(false), of: UnsafeCell::new([MaybeUninit::zeroed(); 2]) };
 
-/// The kernel's actions are this library's.
+/// Whether the kernel has this library's handlers.
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Uses the program's actions. The thread has blocked signals, or is in this library's handler, which does so.
+/// Calls `body` with the program's actions. The caller has blocked signals, or is this library's handler, which runs
+/// with signals blocked.
 fn with_actions<T>(body: impl FnOnce(&mut [MaybeUninit<libc::sigaction>; 2]) -> T) -> T {
     let mut round = 0u32;
     while ACTIONS.taken.swap(true, Ordering::Acquire) {
@@ -58,9 +58,9 @@ fn is_handler(action: &libc::sigaction) -> bool {
     action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN
 }
 
-/// What the kernel gets for an action of the program's: this library's handler, and the program's flags. No other
-/// handler interrupts it: that would find the library in the middle of something, and this handler's mask in place of
-/// the thread's. The program's runs with its own.
+/// The action that the kernel gets in place of the program's: this library's handler, with the program's flags. It
+/// blocks all signals: a handler that interrupted it would find the library in the middle of an operation, and this
+/// handler's mask in place of the thread's. The program's handler runs with the program's mask.
 fn instead(programs: &libc::sigaction) -> libc::sigaction {
     let mut action = *programs;
     if programs.sa_sigaction == libc::SIG_IGN {
@@ -109,7 +109,7 @@ pub(crate) fn end() {
     });
 }
 
-/// sigaction(2). None if the signal is not one of those that this library has a handler for.
+/// sigaction(2). None if this library has no handler for the signal.
 ///
 /// # Safety
 /// As sigaction(2).
@@ -119,8 +119,8 @@ pub(crate) unsafe fn change(signal: c_int, new: *const libc::sigaction, old: *mu
     if !INSTALLED.load(Ordering::Acquire) || !process::is_mine() {
         return None;
     }
-    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler
-    // needs.
+    // A bad pointer raises SIGSEGV here or at the end, as in the C library. No lock that the handler needs is held at
+    // either place.
     // SAFETY: the program's own action (`# Safety`).
     let next = unsafe { new.as_ref() }.copied();
     let section = Section::enter()?;
@@ -214,7 +214,8 @@ unsafe fn end_by(signal: c_int, info: *const siginfo_t) {
         let default: libc::sigaction = std::mem::zeroed();
         real::sigaction(signal, &default, std::ptr::null_mut());
         if (*info).si_code <= 0 {
-            // It was sent. What the thread has raised itself it raises again.
+            // The signal came from kill(2) or the like, so it has to be sent again. A fault repeats when the thread
+            // repeats its instruction.
             libc::pthread_kill(libc::pthread_self(), signal);
         }
     }

@@ -1,5 +1,5 @@
-//! Lists of what one call is about, which is little most of the time: such a list lies on the stack. With memory of the
-//! heap each thread of the program would need the heap's lock several times in every call that waits.
+//! Lists of the sockets that one call concerns, of which there are usually few: such a list is on the stack. If it were
+//! on the heap, every call that waits would take the heap's lock several times, in each thread.
 
 use smallvec::SmallVec;
 

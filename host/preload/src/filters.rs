@@ -4,10 +4,10 @@
 //! [`sections`](crate::sections).
 //!
 //! A program may also be started under filters. If they let through what the library needs
-//! ([`seccomp`](baton_linux::seccomp)) it goes on as usual, otherwise it is withdrawn from the start. It cannot ask: a
-//! filter may kill for the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`],
-//! with their number: `baton run` has tried those that it was started under, and a process that sets one judges it, for
-//! the programs that it executes.
+//! ([`seccomp`](baton_linux::seccomp)) it goes on as usual, otherwise it is withdrawn from the start. The library
+//! cannot find out by a call, since a filter may kill the process for it. So [`RUN_VARIABLE`] says what the filters let
+//! through, and how many there are: `baton run` has tried the filters that it was started under, and a process that
+//! sets a filter evaluates it for the programs that it executes.
 
 use crate::{epoll, faults, messages, process, rings, sections, signals, starts, table, thread, udp, waiter};
 use baton_client::preload;
@@ -20,19 +20,19 @@ use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// Microseconds for which threads that are inside the library are waited for. Those that sleep there are woken.
+/// Microseconds for which a withdrawal waits for threads inside the library. Threads that sleep there are woken.
 const PATIENCE: u64 = 5_000_000;
 
 /// Most instructions of a filter (Linux, BPF_MAXINSNS).
 const MOST: usize = 4096;
 
-/// What [`RUN_VARIABLE`] is to say in programs that are executed after a second filter, of which nothing is known. Null
-/// before the first.
+/// The value of [`RUN_VARIABLE`] for programs that are executed after a second filter, which the library has not
+/// evaluated. Null before the first filter.
 static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
-/// LD_PRELOAD for programs that are executed under filters which may not let through readlink(2): the dynamic linker
-/// needs that for what only glibc understands in the library's path. Null before the first filter, and if there is no
-/// such thing.
+/// LD_PRELOAD for programs that are executed under filters which may not let through readlink(2): a path with parts
+/// that only glibc's dynamic linker expands makes it call readlink(2). Null before the first filter, and if the path
+/// has no such parts.
 static PLAIN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode;
@@ -47,7 +47,7 @@ pub(crate) fn set(filter: *const sock_fprog, report: fn(), call: impl FnOnce() -
         }
         return done;
     }
-    // The memory of a child of vfork is its parent's.
+    // A child of vfork uses its parent's memory, and must not withdraw for it.
     let Some(plan) = plan.filter(|_| process::is_mine()) else { return call() };
     let errno = thread::errno();
     let judged = if filter.is_null() { Some(Judged::Lacks("every call but four")) } else { judge(filter) };
@@ -75,14 +75,14 @@ pub(crate) fn set(filter: *const sock_fprog, report: fn(), call: impl FnOnce() -
 #[derive(Clone, Copy)]
 enum Judged {
     Enough,
-    /// It does not let this call through.
+    /// The filter does not let this system call through.
     Lacks(&'static str),
     Unknown,
 }
 
-/// What a program is to know that is executed under one more filter.
+/// The configuration for a program that is executed under one more filter.
 fn after(run: &Run, judged: Judged) -> Run {
-    // Other threads may have other filters: their number counts only if all are known.
+    // Other threads may have other filters. The number of filters is passed on only if this library knows all of them.
     let known = seccomp::filters() == Some(run.filters);
     match judged {
         Judged::Enough if known => Run { filters: run.filters + 1, ..run.clone() },
@@ -163,22 +163,23 @@ fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
 
 /// Withdraws.
 fn withdraw(report: fn()) {
-    // A handler that uses a socket would wait for what it interrupts.
+    // A signal handler that uses a socket would wait for the withdrawal that it interrupts.
     let _undisturbed = Undisturbed::begin();
-    // So that the agent learns why nothing moves.
+    // Opens a session while that is possible, so that the agent can be told why nothing moves.
     process::ask_while_possible();
     report();
     process::close_for_good(Native::Filters);
     sections::withdraw();
     let alone = sections::await_none(PATIENCE, waiter::wake_all);
-    // What other threads were about to make when everything was restored.
+    // Once more: a thread that was still inside may have begun to hand over or accept a connection before
+    // `close_for_good`.
     process::give_everything_back(process::SECCOMP);
     if alone {
         leave();
     }
 }
 
-/// Leaves nothing of the library's in the process. No thread is inside.
+/// Removes the library's handlers, registrations and session from the process. No thread is inside the library.
 fn leave() {
     faults::end();
     signals::end();
@@ -195,20 +196,21 @@ fn leave() {
     waiter::close_all();
 }
 
-/// Whether there are filters of which it is not known what they let through: the program has set them by instructions
-/// of its own.
+/// Whether there are filters that this library has not evaluated, because the program has set them by its own
+/// instructions.
 pub(crate) fn are_unknown() -> bool {
     process::plan().is_some_and(|plan| seccomp::filters().is_some_and(|filters| filters > plan.run().filters))
 }
 
-/// Withdraws from the start if the program was started under filters that do not let through what the library needs, as
-/// far as known, and says so. Makes no other system calls than the dynamic linker until that is known.
+/// Withdraws from the start if the program was started under filters that, as far as known, do not let through the
+/// calls that the library needs, and prints that. Until this is decided, it makes no system calls but those that the
+/// dynamic linker makes, too.
 pub(crate) fn withdraw_if_confined(run: &Run) -> bool {
     let confined = seccomp::filters().is_some_and(|filters| filters > run.filters);
     if confined {
         sections::withdraw();
         let why = match run.refused.as_deref() {
-            // Then nothing can be said.
+            // Without write(2) there is no way to print anything.
             Some("write") => return true,
             Some(call) => format!("does not allow {call}"),
             None => "is not known to allow what Baton needs".into(),

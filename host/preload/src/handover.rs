@@ -26,8 +26,8 @@ pub(crate) enum State {
 /// The state is in the highest 8 bits, the number of threads inside the kernel below.
 const SHIFT: u32 = 24;
 const INSIDE: u32 = (1 << SHIFT) - 1;
-/// Microseconds that a hand-over waits for other threads to leave the kernel. It does not wait for calls that may sleep
-/// long.
+/// Microseconds that a hand-over waits for other threads to leave the kernel. It waits for short calls only, not for
+/// those that may sleep for long.
 const PATIENCE: u64 = 1_000;
 
 fn state(word: u32) -> State {
@@ -43,7 +43,8 @@ fn state(word: u32) -> State {
 #[derive(Default)]
 pub(crate) struct HandOver(AtomicU32);
 
-/// A thread that is inside the kernel for a socket. None if the socket is refused, for which threads are not counted.
+/// A guard of a thread that is inside the kernel for a socket. Contains None if the socket is refused: threads are not
+/// counted then.
 pub(crate) struct Inside<'a>(Option<&'a HandOver>);
 
 impl Inside<'_> {
@@ -84,7 +85,7 @@ impl HandOver {
         }
     }
 
-    /// Waits until no hand-over is under way, for `limit` at most.
+    /// Waits at most `limit` until no hand-over is under way.
     pub fn wait_a_little(&self, limit: Duration) {
         let word = self.0.load(Ordering::SeqCst);
         if state(word) == State::HandingOver {
@@ -112,7 +113,8 @@ impl HandOver {
         }
     }
 
-    /// Sets the state, whoever is inside, and wakes threads that wait for the end of a hand-over.
+    /// Sets the state without regard to threads inside the kernel, and wakes threads that wait for the end of a
+    /// hand-over.
     pub fn put(&self, to: State) {
         let change = |word: u32| Some(word & INSIDE | (to as u32) << SHIFT);
         let before = self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).unwrap_or_default();
@@ -131,8 +133,9 @@ impl HandOver {
         self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).is_ok()
     }
 
-    /// Begins the hand-over of a candidate. On true nobody is inside and everybody is kept out until [`HandOver::put`].
-    /// False if it is no candidate, or somebody stays inside; only short calls are waited for, and only if `patient`.
+    /// Begins the hand-over of a candidate. On true no thread is inside the kernel, and all are kept out until
+    /// [`HandOver::put`]. False if the socket is no candidate, or a thread stays inside. Waits for threads inside only
+    /// if `patient`, and only as long as short calls take.
     pub fn begin(&self, patient: bool) -> bool {
         if !patient && self.0.load(Ordering::SeqCst) & INSIDE != 0 || !self.change(State::Candidate, State::HandingOver) {
             return false;

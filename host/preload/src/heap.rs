@@ -1,10 +1,10 @@
-//! The library's own memory. It uses none of the program's malloc: a signal handler that interrupts malloc may call
-//! recv(2), where malloc's lock would be waited for by the thread that holds it. No handler runs while this memory is
-//! changed ([`Surroundings::undisturbed`]), so that it is whole wherever a handler is.
+//! The library's own memory. It is not the program's malloc: a signal handler that interrupts malloc may call recv(2),
+//! and an allocation there would wait for malloc's lock, which the same thread holds. No signal handler runs while this
+//! memory is changed ([`Surroundings::undisturbed`]), so a handler always finds it consistent.
 //!
 //! A fork holds its lock, so that the child finds it free. Meanwhile the forking thread uses the memory all the same. A
-//! child that is made otherwise (clone) may find it in the middle of a change by another thread of its parent's: it
-//! leaves this memory as it is, and has new one.
+//! child that is made otherwise (clone) may find it in the middle of a change by another thread of its parent: it
+//! leaves this memory as it is, and uses a new heap.
 
 use baton_ring::{Lock, LockGuard, Token, give_way};
 use dlmalloc::{Allocator, Dlmalloc};
@@ -14,13 +14,13 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What the memory has to know of the library around it.
+/// What the heap needs of the library.
 pub(crate) trait Surroundings: Send + Sync {
-    /// Does something that no signal handler interrupts.
+    /// Runs `act` with signals blocked.
     fn undisturbed<T>(act: impl FnOnce() -> T) -> T;
     /// The calling thread.
     fn thread() -> Token;
-    /// Whether pages may be given back: a filter that the program has set may not know the call.
+    /// Whether pages may be given back by munmap(2): a seccomp filter of the program's may not allow it.
     fn may_unmap() -> bool;
 }
 
@@ -67,9 +67,10 @@ type Memory<S> = Dlmalloc<Pages<S>>;
 /// The allocator of this library's Rust.
 pub(crate) struct Heap<S: 'static> {
     memory: Lock<Memory<S>>,
-    /// The lock, while a thread holds it for a fork.
+    /// The guard of `memory`'s lock, while a thread holds it for a fork.
     held: UnsafeCell<Option<LockGuard<'static, Memory<S>>>>,
-    /// That of a child which was made at any moment, from which nothing is freed: it may be its parent's.
+    /// The heap of a child that was made without [`Heap::hold`]. Such a child frees nothing: the block may be of its
+    /// parent's heap.
     of_child: Lock<Memory<S>>,
     is_such_a_child: AtomicBool,
 }
@@ -98,7 +99,7 @@ impl<S: Surroundings> Heap<S> {
                 if let Some(mut memory) = memory.lock(S::thread()) {
                     return change(&mut memory);
                 }
-                // SAFETY: this thread holds the lock for a fork, if anything is here.
+                // SAFETY: if `held` is set, this thread holds the lock for a fork.
                 if let Some(memory) = unsafe { &mut *self.held.get() } {
                     return change(memory);
                 }
@@ -109,7 +110,7 @@ impl<S: Surroundings> Heap<S> {
         })
     }
 
-    /// Keeps other threads from changing it, until [`Heap::release`].
+    /// Takes the heap's lock for a fork, until [`Heap::release`].
     pub fn hold(&'static self) {
         S::undisturbed(|| {
             if let Some(guard) = self.memory.lock(S::thread()) {
@@ -119,13 +120,13 @@ impl<S: Surroundings> Heap<S> {
         });
     }
 
-    /// Lets other threads change it again, in the thread that has called [`Heap::hold`], or in its child.
+    /// Releases the heap's lock, in the thread that has called [`Heap::hold`] or in its child.
     pub fn release(&self) {
         // SAFETY: this thread holds the lock. It leaves the place before it is released.
         S::undisturbed(|| drop(unsafe { (*self.held.get()).take() }));
     }
 
-    /// Leaves it as it is, in a child that was made without [`Heap::hold`].
+    /// Leaves the parent's heap as it is, in a child that was made without [`Heap::hold`].
     pub fn abandon(&self) {
         self.is_such_a_child.store(true, Ordering::Relaxed);
     }

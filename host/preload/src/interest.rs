@@ -4,15 +4,16 @@
 //!
 //! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token
 //! stands for one call of epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is
-//! lost by that, because the kernel checks the socket anew whenever it is registered or modified. So after each move a
-//! socket is modified, and whatever the kernel reported while the socket was between two owners is dropped.
+//! lost by that, because the kernel checks the socket anew whenever it is registered or modified. So after each move
+//! the library modifies the socket's registration, and events that the kernel reported during the move are dropped.
 //!
 //! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is
-//! ready for is computed from the NIC's events. Of one in the kernel this library adds what the kernel does not know.
-//! Registrations to check are in a queue, each at most once; level-triggered ones that were reported go to its end.
+//! ready for is computed from the NIC's events. For a socket in the kernel this library adds the events that the kernel
+//! does not know of. Registrations to check are in a queue, each at most once; level-triggered ones that were reported
+//! go to its end.
 //!
-//! A descriptor of the caller's may be watched *beside* a file, and counts as that file: what either reports is one
-//! event of one registration.
+//! A second descriptor, of this library's, may be watched *beside* a file: the events of both are reported as one event
+//! of the file's registration.
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
@@ -30,12 +31,12 @@ const WRITABLE: u32 = (EPOLLOUT | EPOLLWRNORM) as u32;
 /// Events that end one direction or both. An error that ends a connection comes with EPOLLHUP.
 const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP) as u32;
 const ERROR: u32 = EPOLLERR as u32;
-/// What a registration of a descriptor beside a file has of the file's.
+/// The events and flags of a file's registration that a descriptor beside it is registered with.
 const OF_BESIDE: u32 = READABLE | EDGE | ONE_SHOT | EXCLUSIVE;
 
-/// The highest 23 bits of a token, with which neither an address of the program's nor a small number begins. Then one
-/// bit that says whether it is that of a descriptor beside the file, then 20 bits that count the calls of epoll_ctl,
-/// then 20 bits of slot.
+/// The highest 23 bits of a token, with which neither an address of the program's nor a small number begins. Below
+/// them: one bit that is set for a descriptor beside the file, 20 bits that count the calls of epoll_ctl, and 20 bits
+/// for the slot.
 const TAG: u64 = 0xba_702e << 40;
 const TAG_BITS: u64 = 0xff_fffe << 40;
 const BESIDE: u64 = 1 << 40;
@@ -60,23 +61,24 @@ fn next(version: u32) -> u32 {
 pub(crate) enum Place {
     Kernel,
     Nic,
-    /// Between the two: the answers of neither count.
+    /// In the middle of a move: the events of neither kernel nor NIC count.
     Moving,
-    /// The file is an epoll set itself: the kernel reports when to check what it has of it, and the rest is as on the
-    /// NIC.
+    /// The file is an epoll set itself. The kernel reports when the kernel's part of it is to be checked; the library
+    /// computes the rest, as for a connection on the NIC.
     Set,
 }
 
-/// How far a socket has come. An edge-triggered registration reports again when this has changed since its last report.
+/// Counters of what has happened on a socket. An edge-triggered registration reports again when one has changed since
+/// its last report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Progress {
-    /// Bytes that have arrived, ever (wraps).
+    /// Bytes that have arrived in total (wraps).
     pub received: u32,
     /// Number of sends that found no room.
     pub stuck: u32,
-    /// Number of calls after which the kernel reports anew.
+    /// Number of calls after which the kernel reports a socket's events again.
     pub rearms: u32,
-    /// Completions of sends that this library has numbered, ever (wraps).
+    /// Completions of sends that this library has numbered in total (wraps).
     pub completions: u32,
 }
 
@@ -84,18 +86,18 @@ pub(crate) struct Progress {
 pub(crate) trait World {
     /// A watched file.
     type File: Copy + PartialEq;
-    /// Where it is, and how many moves it has begun or made. A file that is in the kernel with the same number of moves
-    /// as before has been there all the time.
+    /// Where the file is, and how many moves it has begun or made. If a file is in the kernel and this number is the
+    /// same as before, it has not left the kernel meanwhile.
     fn place(&mut self, file: Self::File) -> (Place, u32);
-    /// Events that it is ready for, on the NIC; for a set, because of connections on the NIC.
+    /// Events that a file on the NIC is ready for; of a set, those due to connections on the NIC.
     fn on_nic(&mut self, file: Self::File) -> u32;
-    /// Events that it is ready for in the kernel, and that the kernel does not know of.
+    /// Events that a file in the kernel is ready for and that the kernel does not know of.
     fn beside_kernel(&mut self, file: Self::File) -> u32;
-    /// How far it has come.
+    /// The file's [`Progress`].
     fn progress(&mut self, file: Self::File, fd: c_int) -> Progress;
-    /// Whether it may ever be on the NIC.
+    /// Whether the file may ever be on the NIC.
     fn may_move(&mut self, file: Self::File) -> bool;
-    /// Whether the kernel's set of a set in this set has anything to report.
+    /// For a file that is a set: whether its kernel's set has anything to report.
     fn set_is_ready(&mut self, file: Self::File) -> bool;
     /// Events that the kernel's set reports now, as epoll_wait(2) without waiting. Returns how many.
     fn report(&mut self, out: &mut [epoll_event]) -> usize;
@@ -119,16 +121,16 @@ struct Registration<F> {
     file: F,
     events: u32,
     data: u64,
-    /// It has reported, and waits to be armed again (EPOLLONESHOT).
+    /// A one-shot registration (EPOLLONESHOT) that has reported and is not armed again.
     spent: bool,
     /// The kernel's registration has no events.
     muted: bool,
     /// A kernel event was dropped that the kernel will not report again by itself.
     dropped: bool,
-    /// The kernel was made to report anew, perhaps what was reported before.
+    /// The kernel was made to report again, perhaps an event that the program has got already.
     repeated: bool,
     seen: Seen,
-    /// Progress that who watches this set has been told of.
+    /// Progress at the last notification of those who watch this set from outside.
     told: Seen,
     /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the
     /// kernel has reported since does not count.
@@ -137,20 +139,20 @@ struct Registration<F> {
     reported: (u64, usize),
     /// The version of its slot when it was added.
     since: u32,
-    /// What is watched beside the file.
+    /// The descriptor that is watched beside the file.
     beside: Option<c_int>,
 }
 
 #[derive(Debug)]
 struct Slot<F> {
     version: u32,
-    /// In the queue. An unused slot may be, too.
+    /// Whether the slot is in the queue; an unused slot may be.
     queued: bool,
     used: Option<Registration<F>>,
 }
 
 impl<F> Registration<F> {
-    /// The events of the program's own registration in the kernel, as it would be now.
+    /// The events that the program's own registration would have in the kernel now.
     fn programs(&self) -> u32 {
         if self.spent { self.events & EDGE | ONE_SHOT } else { self.events }
     }
@@ -161,20 +163,21 @@ impl<F> Registration<F> {
 pub(crate) struct Interest<F> {
     slots: Vec<Slot<F>>,
     free: Vec<u32>,
-    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was
-    /// closed while its file stayed open has a slot, but is not here.
+    /// Slots by descriptor, ordered so that nothing depends on hashing. If a descriptor was closed while its file
+    /// stayed open, the registration keeps its slot but has no entry here.
     by_fd: BTreeMap<c_int, u32>,
     queue: VecDeque<u32>,
     /// Entries of the queue that this round has not checked yet.
     unseen: usize,
     round: u64,
-    /// Whether the kernel came first when there was last room for one event only.
+    /// Whether the kernel's events came first the last time that there was room for one event only.
     kernel_first: bool,
     /// A file that was checked in this round and is being moved.
     pub moving: Option<F>,
-    /// A registration was brought in line in this round, of which the kernel may report something only now.
+    /// In this round a registration was changed to match its connection's place; the kernel may report its events only
+    /// from now on.
     pub renewed: bool,
-    /// Files beside which something is watched that has hung up, and counts no more. The caller is to see to that.
+    /// Files whose descriptor beside them has hung up and is no longer counted. The caller handles the hang-up.
     pub ended: Vec<F>,
 }
 
@@ -213,8 +216,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.slots[slot as usize].used.as_ref().is_some_and(|known| known.file == file).then_some(slot)
     }
 
-    /// Watches a descriptor of the caller's beside a file, of which it says that it is readable, unless one is watched
-    /// there already.
+    /// Watches a descriptor of the caller's beside a file, unless the file has one already. If the descriptor is
+    /// readable, the file counts as readable.
     pub fn watch_beside<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F, ours: c_int) {
         let Some(known) = self.used(slot).filter(|known| known.file == file && known.beside.is_none()) else { return };
         if world.register(EPOLL_CTL_ADD, ours, known.programs() & OF_BESIDE, token(slot, known.since) | BESIDE) {
@@ -303,7 +306,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         (done, slot)
     }
 
-    /// Frees a slot. Returns its registration, and whether its descriptor still stands for its file.
+    /// Frees a slot. Returns its registration, and whether the registration's descriptor still refers to its file.
     fn drop_slot(&mut self, slot: u32) -> Option<(Registration<F>, bool)> {
         let place = self.slots.get_mut(slot as usize)?;
         let gone = place.used.take()?;
@@ -316,15 +319,15 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((gone, numbered))
     }
 
-    /// As `drop_slot`, if the slot is this file's. None also if its descriptor stands for another file now, so that the
-    /// kernel's registration cannot be changed.
+    /// As `drop_slot`, if the slot is this file's. None also if the descriptor refers to another file by now, since the
+    /// kernel's registration then cannot be changed.
     fn drop_file(&mut self, slot: u32, file: F) -> Option<Registration<F>> {
         self.used(slot).filter(|known| known.file == file)?;
         self.drop_slot(slot).and_then(|(gone, numbered)| numbered.then_some(gone))
     }
 
-    /// Removes a file that is about to be closed for good. Others may hold it (the agent does), in which case the
-    /// kernel would keep its registration.
+    /// Removes a file whose last descriptor in this process is about to be closed. Another process may have it open
+    /// (the agent does): then the kernel would keep its registration.
     pub fn forget<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             world.register(EPOLL_CTL_DEL, gone.fd, 0, 0);
@@ -350,8 +353,9 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// Handles the closing of one of several descriptors of a file. Returns whether something is registered under it.
-    /// That stays in the set as long as the file is open, as in the kernel, but nobody can modify it any more.
+    /// Handles the closing of one of several descriptors of a file. Returns whether the file is registered under that
+    /// descriptor. As in the kernel, such a registration stays in the set as long as the file is open, but can no
+    /// longer be modified.
     pub fn remove_number(&mut self, slot: u32, fd: c_int) -> bool {
         let known = self.used(slot).is_some_and(|known| known.fd == fd);
         known && self.by_fd.get(&fd) == Some(&slot) && self.by_fd.remove(&fd).is_some()
@@ -373,7 +377,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         !self.queue.is_empty()
     }
 
-    /// Brings the kernel's registration in line with where the connection is. Returns where that is.
+    /// Changes the kernel's registration to match where the connection is. Returns where it is.
     pub fn settle<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> Option<Place> {
         let place_of = self.slots.get_mut(slot as usize)?;
         let known = place_of.used.as_mut()?;
@@ -395,7 +399,7 @@ impl<F: Copy + PartialEq> Interest<F> {
             () if known.spent => known.events & EDGE | ONE_SHOT,
             () => known.events,
         };
-        // A descriptor that was closed may stand for another file by now.
+        // Only if the descriptor still refers to this file: it may have been closed and reused.
         if self.by_fd.get(&known.fd) == Some(&slot) {
             place_of.version = next(place_of.version);
             change(world, known.fd, known.events, events, token(slot, place_of.version));
@@ -406,8 +410,9 @@ impl<F: Copy + PartialEq> Interest<F> {
 
     /// Collects all events that can be reported without waiting. None if nothing on the NIC is ready: then the caller
     /// can wait for the kernel. Connections on the NIC and descriptors in the kernel get half of the room each, or take
-    /// turns if there is room for one event; what one side leaves the other may use. `own` gets the data of events that
-    /// may be the caller's own, and returns whether they are. Returns the number of events.
+    /// turns if there is room for one event; room that one side does not need goes to the other. `own` gets the data of
+    /// events that may come from the caller's own descriptors, and returns whether they do. Returns the number of
+    /// events.
     pub fn gather<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], own: impl FnMut(u64) -> bool) -> usize {
         self.begin();
         if self.queue.is_empty() {
@@ -440,7 +445,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.collect(world, out, count, usize::MAX)
     }
 
-    /// Begins a round: what is collected and filtered until the next one goes into one array of the program's.
+    /// Begins a round: all events that are collected and filtered until the next call go into one array of the
+    /// program's.
     fn begin(&mut self) {
         self.round += 1;
         self.unseen = self.queue.len();
@@ -460,7 +466,7 @@ impl<F: Copy + PartialEq> Interest<F> {
                 continue;
             }
             let place = match self.settle(world, slot) {
-                // It is brought in line when the move is over.
+                // Its registration is changed when the move is over.
                 Some(Place::Moving) => {
                     self.moving = self.used(slot).map(|known| known.file);
                     self.enqueue(slot);
@@ -477,7 +483,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             known.note_reported(world, events);
             let (again, data, reported) = (!known.is_edge() && !known.spent, known.data, known.reported);
             if reported.0 == self.round {
-                // The kernel reported it in this round, too: before it moved, or without what it does not know.
+                // The kernel has reported this file in this round as well, before it moved or without the events that
+                // the kernel does not know of.
                 out[reported.1].events |= events;
             } else {
                 out[filled] = epoll_event { events, u64: data };
@@ -541,14 +548,15 @@ impl<F: Copy + PartialEq> Interest<F> {
         (newest == version).then_some(slot)
     }
 
-    /// The program's data for a token. For a process that has inherited the kernel's set, and this list as it was then.
+    /// The program's data for a token, in a process that has inherited the kernel's set, and this list as it was at the
+    /// fork.
     pub fn translate(&self, token: u64) -> Option<u64> {
         let slot = self.slot_of(token)?;
         self.slots[slot as usize].used.as_ref().map(|known| known.data)
     }
 
-    /// Whether something is watched beside what is registered under this descriptor. For a process that has
-    /// inherited the kernel's set, too: as it was then.
+    /// Whether a descriptor is watched beside the file that is registered under this one. In a process that has
+    /// inherited the kernel's set: whether that was so at the fork.
     pub fn has_beside(&self, fd: c_int) -> bool {
         let slot = self.by_fd.get(&fd).and_then(|slot| self.slots.get(*slot as usize));
         slot.and_then(|slot| slot.used.as_ref()).is_some_and(|known| known.beside.is_some())
@@ -578,8 +586,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             (Place::Set, _) => {}
             (Place::Kernel, moves) if moves == known.moves => events |= world.beside_kernel(known.file),
             (place, _) => {
-                // It may have been reported during a move, when the socket is disconnected for a moment. What is true
-                // of it the kernel reports again when the registration is brought in line.
+                // The event may be from the middle of a move, when the socket is disconnected for a moment. If it is
+                // true, the kernel reports it again when the registration is changed.
                 events = 0;
                 let file = known.file;
                 known.dropped |= place == Place::Moving;
@@ -603,11 +611,11 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((slot, events, known.data))
     }
 
-    /// The same of an event of what is watched beside a file.
+    /// As `judge`, for an event of the descriptor beside a file.
     fn judge_beside(&mut self, slot: u32, events: u32) -> Option<(u32, u32, u64)> {
         let known = self.used(slot).filter(|known| known.beside.is_some())?;
         if events & EPOLLHUP as u32 != 0 {
-            // It is readable then, too.
+            // A hang-up makes it readable, too.
             let file = known.file;
             self.ended.push(file);
             return None;
@@ -620,8 +628,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((slot, events, known.data))
     }
 
-    /// Whether a connection on the NIC, a set because of one, or what the kernel does not know of one in the kernel
-    /// would be reported now. Notes a file that is being moved.
+    /// Whether there is an event to report that the kernel does not know of: of a connection on the NIC, of a set that
+    /// contains one, or of a connection in the kernel. Sets `moving` if a file is being moved.
     pub fn is_ready<W: World<File = F>>(&mut self, world: &mut W) -> bool {
         self.moving = None;
         for slot in &self.queue {
@@ -638,8 +646,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         false
     }
 
-    /// Whether something has happened since this was last asked of a slot that an edge-triggered registration of this
-    /// set would report, and the kernel does not.
+    /// Whether a slot has had a new event since the last call: one that the kernel does not report, and that an
+    /// edge-triggered registration of this set has to.
     pub fn has_news<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> bool {
         let Some(known) = self.used(slot).filter(|known| !known.spent) else { return false };
         let place = world.place(known.file).0;
@@ -653,7 +661,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         has_news
     }
 
-    /// Brings the kernel's registrations of all files in line with where they are. Returns whether one was not, and a
+    /// Changes the kernel's registrations of all files to match where they are. Returns whether any was changed, and a
     /// file that is being moved.
     pub fn settle_all<W: World<File = F>>(&mut self, world: &mut W) -> (bool, Option<F>) {
         let (mut is_changed, mut moving) = (false, None);
@@ -739,7 +747,7 @@ impl Seen {
 
     fn note(&mut self, now: Progress, events: u32) {
         if self.rearms != now.rearms {
-            // What was reported before counts no more, such as the end of an earlier connection.
+            // Earlier reports count no more: the end may have been that of an earlier connection.
             *self = Seen { rearms: now.rearms, ..Seen::default() };
         }
         if events & (READABLE | EPOLLPRI as u32) != 0 {

@@ -1,6 +1,7 @@
 //! Receiving and sending on a socket that may be on the NIC.
 //!
-//! Each call for one buffer has tried the fast path ([`crate::at_once`]). Here it waits where the call would wait.
+//! Calls for one buffer try the fast path first ([`crate::at_once`]). The functions here also wait, if the program's
+//! call would wait.
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
@@ -34,7 +35,7 @@ const MOST_PIECES: usize = 1024;
 /// An address without memory, in place of null, which no slice may have.
 const NOWHERE: usize = 1;
 
-/// The program's buffer as a slice. There may be no such memory: it is only accessed by guarded copies
+/// The program's buffer as a slice. The buffer may not be mapped, so it is accessed only by guarded copies
 /// ([`crate::faults`]).
 ///
 /// # Safety
@@ -63,7 +64,7 @@ unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(start.cast(), length) }
 }
 
-/// Whether a buffer is not among the addresses that a program can have: the kernel refuses it at once.
+/// Whether a buffer is outside the addresses of user space, so that the kernel refuses it at once.
 pub(crate) fn is_outside(start: *const c_void, length: usize) -> bool {
     const END: usize = (1 << 47) - 4096;
     (start as usize).checked_add(length).is_none_or(|end| end > END)
@@ -72,14 +73,14 @@ pub(crate) fn is_outside(start: *const c_void, length: usize) -> bool {
 /// Most bytes of an address (Linux, sockaddr_storage).
 const MOST_NAME: socklen_t = 128;
 
-/// Whether the kernel takes an address that it then ignores.
+/// Whether the kernel accepts this address argument, which it then ignores.
 pub(crate) fn takes_name(name: *const c_void, length: socklen_t) -> bool {
     let mut copy = [0u8; MOST_NAME as usize];
     name.is_null() || length <= MOST_NAME && faults::read_all(name.cast(), &mut copy[..length as usize])
 }
 
-/// The message with its pieces read from the program's memory, as the kernel takes them, and those pieces. None if the
-/// kernel would refuse it before it looks at the socket.
+/// A copy of the message whose vectors were read from the program's memory and limited as the kernel does it, and those
+/// vectors. None if the kernel would refuse it before it looks at the socket.
 fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
     let count = message.msg_iovlen;
     if count > MOST_PIECES {
@@ -204,7 +205,7 @@ fn total(message: &msghdr) -> usize {
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
-/// Bytes that the pieces of a message of the program's have.
+/// Total length in bytes of the vectors of a message of the program's.
 fn length_of(message: &msghdr) -> usize {
     let piece = |at| faults::read(message.msg_iov.cast_const().wrapping_add(at)).map_or(0, |piece| piece.iov_len);
     (0..message.msg_iovlen).map(piece).fold(0, usize::saturating_add)
@@ -223,7 +224,7 @@ pub(crate) fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
     })
 }
 
-/// [`wait::deadline`] of a connection's call, unless it is known that there is none.
+/// [`wait::deadline`] of a connection's call. Does not ask the kernel if it is known that the socket has no time limit.
 fn deadline_of(tcp: &Tcp, fd: c_int, option: c_int) -> Option<u64> {
     let fact = if option == libc::SO_SNDTIMEO { SENDS_FOR_EVER } else { RECEIVES_FOR_EVER };
     let mut limit = None;
@@ -238,7 +239,7 @@ fn deadline_of(tcp: &Tcp, fd: c_int, option: c_int) -> Option<u64> {
 pub(crate) enum Attempt {
     Done(usize),
     Failed(c_int),
-    /// The connection is being moved, or there is no room for a message to the NIC: try again a little later.
+    /// The connection is being moved, or the ring has no room for a command to the NIC: try again a little later.
     Moving,
 }
 
@@ -417,8 +418,8 @@ fn unusual_send(flags: c_int) -> &'static str {
     }
 }
 
-/// Resets the peers of all lost connections, if this one has failed because its session has ended: no thread may sleep
-/// that would.
+/// Leaves the session if this call has failed because the session has ended, which resets the peers of all lost
+/// connections. There may be no sleeping thread that would do it.
 #[cold]
 fn leave_if_lost(tcp: &Tcp) {
     if let Some((_, session)) = tcp.managed() {
@@ -431,8 +432,9 @@ fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
 }
 
-/// Waits until a move has ended; or, if another thread closes the connection, or the NIC has to read messages, a
-/// little: that thread may wait for this one's processor, and the NIC may have ended.
+/// Waits until a move has ended. If another thread is closing the connection, or the NIC has to read commands first, it
+/// waits a little and the caller tries again: the other thread may need this one's processor, and the NIC may have
+/// ended.
 #[cold]
 pub(crate) fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
     let _ = tcp.settled_owner() == Some(Owner::Nic) && tcp.has_ended_just_now();
@@ -558,8 +560,8 @@ pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, m
     }
 }
 
-/// recvmsg(2) with MSG_ERRQUEUE, which never waits: what the kernel has queued, else the completions that only this
-/// library knows of.
+/// recvmsg(2) with MSG_ERRQUEUE, which never waits: returns what the kernel has queued, else the completions that only
+/// this library knows of.
 ///
 /// # Safety
 /// As recvmsg(2).
@@ -679,7 +681,8 @@ unsafe fn receive_imported(
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun, mut rounds) = (0, None, tcp.generation(), section.begun, 0);
     let is_further = matches!(call, Call::Further);
-    // What has ended the wait, a time-out or a signal: a last attempt, with MSG_DONTWAIT, receives what is there.
+    // `over`: the error by which a wait has ended, a time-out or a signal. A last attempt, with MSG_DONTWAIT, then
+    // receives what is there.
     let (mut flags, mut over) = (flags, None);
     loop {
         let is_left = tcp.is_left(generation);
@@ -688,7 +691,7 @@ unsafe fn receive_imported(
         }
         if is_left || sections::is_withdrawn() {
             if let Some(number) = over {
-                // The program's own call would wait: not every one has flags.
+                // The program's own call cannot be made: it may have no flags, and would wait again.
                 return if done > 0 { done as ssize_t } else { fail(number) };
             }
             done = if peeks { 0 } else { done };
@@ -700,7 +703,7 @@ unsafe fn receive_imported(
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);
         }
-        // What only looks sees the same bytes again: nothing else says that no more will come.
+        // A peek gets the same bytes again, so only the end of the stream tells it that no more will come.
         let last = peeks && done > 0 && wait::has_ended(tcp, fd);
         let attempt = if std::mem::take(&mut nothing) {
             Attempt::Failed(libc::EAGAIN)
@@ -772,7 +775,7 @@ unsafe fn receive_from_kernel(fd: c_int, message: &mut msghdr, from: usize, flag
     native(received)
 }
 
-/// Restores a connection whose memory has no place among the program's addresses (RLIMIT_AS).
+/// Restores a connection whose memory cannot be mapped into the program's address space (RLIMIT_AS).
 #[cold]
 fn leave_unmapped(tcp: &Tcp, session: &Session) -> Attempt {
     if session.shared.has_ended() {
@@ -818,7 +821,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         message.msg_namelen = 0;
     }
     message.msg_controllen = 0;
-    // Linux reports it where it would have acted on it.
+    // Linux, too, returns this flag of the call in the message.
     message.msg_flags = flags & libc::MSG_CMSG_CLOEXEC;
     // After so many bytes there is nothing but the error that ended the connection.
     let only_error = |bytes: usize| {
@@ -838,7 +841,8 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         if received > 0 && only_error(received) {
             break;
         }
-        // Nothing is read until all pieces have their bytes: the kernel, too, gives all or none of a segment.
+        // The bytes are consumed only when all vectors are filled: if a copy fails, the program loses nothing, as in
+        // the kernel.
         let result = if flags & libc::MSG_TRUNC != 0 {
             session.shared.available(connection, token(), received as u32, vector.iov_len)
         } else {
@@ -861,7 +865,8 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     }
     if !peek && received > 0 {
         if session.shared.consume(connection, token(), received as u32).is_err() {
-            // The NIC has to get a message about that, and has not read the last ones yet. No edge would follow EAGAIN.
+            // The NIC has to be told what was read, and the command ring is full. EAGAIN would be wrong here, since no
+            // edge would follow.
             return Attempt::Moving;
         }
         tcp.took(received);

@@ -1,8 +1,8 @@
-//! Calls that move bytes past this library, or let somebody else do so: splice, a descriptor passed to another process,
-//! the C library's streams. On the shell of a connection that is on the NIC they would lose bytes, or find none. So
-//! such a call waits until the connection is in the kernel, also where the agent refuses to restore it for long: there
-//! is no route to the peer, the device has no carrier, or another thread is in the middle of an operation and gets no
-//! processor.
+//! Calls that move bytes past this library, or let another process or the C library do so: splice, a descriptor passed
+//! to another process, the C library's streams. If the connection is on the NIC, they would use the shell and lose
+//! bytes, or find none. So such a call waits until the connection is in the kernel, even if the agent refuses to
+//! restore it for a long time: because there is no route to the peer, the device has no carrier, or another thread is
+//! in the middle of an operation and gets no processor.
 //!
 //! fork, exec and the entries of a ring do not wait so ([`Tcp::give_back`] tries some times): a fork would keep all
 //! other threads from opening a session meanwhile, a child of vfork would keep its parent from running, and an entry
@@ -16,24 +16,25 @@ use crate::{leaving, process, table, thread, wait};
 use baton_protocol::program::Until;
 use libc::c_int;
 
-/// Microseconds of the first pause between two attempts, and of the longest; it doubles in between. The end of a move
-/// ends it.
+/// Microseconds of the first pause between two attempts, and of the longest; the pause doubles in between. The end of a
+/// move ends a pause early.
 const FIRST: u64 = 1_000;
 const LONGEST: u64 = 100_000;
 
 /// How long a call waits.
 #[derive(Clone, Copy)]
 pub(crate) enum Patience {
-    /// It fails with EAGAIN.
+    /// It does not wait, and fails with EAGAIN.
     Never,
     /// Until this time, in microseconds of the monotonic clock; a signal may end it.
     Until(Option<u64>),
-    /// It cannot fail for either reason.
+    /// It waits for as long as it takes: the call has no time limit and cannot be interrupted.
     Always,
 }
 
 impl Patience {
-    /// That of a call on a socket: `option` is SO_RCVTIMEO or SO_SNDTIMEO; `never`: a flag says so.
+    /// How long a call on this socket waits: `option` is SO_RCVTIMEO or SO_SNDTIMEO; `never`: the call has a flag such
+    /// as MSG_DONTWAIT.
     pub fn of(fd: c_int, option: c_int, never: bool) -> Patience {
         // SAFETY: F_GETFL takes no pointer.
         let nonblocking = || unsafe { crate::real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
@@ -41,7 +42,8 @@ impl Patience {
     }
 }
 
-/// Restores the connection of a descriptor for good, before a call that waits as calls on it do (see [`Patience::of`]).
+/// Restores the connection of a descriptor for good, before a call of which the socket's options say how long it waits
+/// (see [`Patience::of`]).
 ///
 /// # Errors
 /// errno, with which the call fails.
@@ -52,7 +54,7 @@ pub(crate) fn leave_to_kernel(fd: c_int, reason: &str, option: c_int, never: boo
     }
 }
 
-/// Restores a connection for good, before a call that waits so. The caller holds no lock.
+/// Restores a connection for good, before a call that waits as `patience` says. The caller holds no lock.
 ///
 /// # Errors
 /// See [`leave_to_kernel`].
@@ -60,7 +62,7 @@ pub(crate) fn leave(tcp: &Tcp, reason: &str, patience: impl FnOnce() -> Patience
     let Some(section) = Section::enter() else { return Ok(()) };
     if tcp.restore(reason, Until::Never) {
         if let Some((_, session)) = tcp.managed() {
-            // The call is to find a reset connection, where it was lost with its session.
+            // If the connection was lost with its session, the call then finds it reset.
             session.leave_if_known_over();
         }
         return Ok(());
@@ -68,7 +70,7 @@ pub(crate) fn leave(tcp: &Tcp, reason: &str, patience: impl FnOnce() -> Patience
     let errno = thread::errno();
     let done = match patience() {
         Patience::Never => {
-            // Whoever waits for an edge now gets one.
+            // A program that waits for an edge after EAGAIN gets one.
             tcp.rearm();
             Err(libc::EAGAIN)
         }
@@ -104,9 +106,9 @@ fn await_kernel(tcp: &Tcp, reason: &str, mut begun: Mark, deadline: Option<u64>,
             Err(number) => return Err(number),
         };
         match () {
-            // The thread is on its way out, whatever the call returns.
+            // The thread is leaving the call by a jump or its end; the result is not used.
             () if leaving::is_leaving() => return Err(libc::EINTR),
-            // Also in a child that a handler has made: its call ends as its parent's does.
+            // Also in a child of fork that a signal handler has made: the call ends there as in its parent.
             () if tcp.is_left(generation) && !(may_end && is_interrupted) => return Ok(()),
             () if tcp.is_left(generation) => return Err(libc::EINTR),
             () if tcp.generation() != generation => return Err(libc::EBADF),

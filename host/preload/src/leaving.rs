@@ -1,9 +1,9 @@
 //! Sleeping in a system call, which a signal handler may leave by longjmp(3), and in which the thread may be cancelled.
 //!
-//! A thread that sleeps has registered itself with sockets and sets, and holds memory. So what leaves its call goes the
-//! way of a return: a jump past it comes back to where the thread fell asleep, as if the call were interrupted, the
-//! library's functions return one after the other, and where the program has called the first of them, with nothing
-//! left to undo, the jump goes on. So does the end of the thread.
+//! A thread that sleeps has registered itself with sockets and sets, and holds memory. So a jump out of the call has to
+//! undo that, like a return: it first goes to where the thread fell asleep, as if the call were interrupted; the
+//! library's functions return one after the other; and when the outermost of them is done, with nothing left to undo,
+//! the jump goes on to its target. The end of a thread does the same.
 
 use crate::whole::{self, Here};
 use crate::{real, sections, thread};
@@ -17,7 +17,7 @@ const RELAXED: Ordering = Ordering::Relaxed;
 pub(crate) struct Buffer {
     registers: [usize; 8],
     has_mask: usize,
-    /// The next buffer, where the end of the thread goes on.
+    /// The next buffer, with which the unwinding at a thread's end continues.
     next: *mut c_void,
     rest: [usize; 6],
 }
@@ -32,13 +32,14 @@ impl Buffer {
 #[repr(C)]
 pub(crate) struct Sleep {
     buffer: Buffer,
-    /// That of the call which a handler has interrupted.
+    /// The sleep that a signal handler has interrupted, in whose code this one began.
     outer: *mut Sleep,
-    /// The parts of the library that the thread is in again afterwards.
+    /// How many parts that stay whole the thread is in: it is in none while it sleeps, and in these again afterwards.
     parts: u32,
 }
 
-/// Where a thread goes that leaves: longjmp's arguments, or with [`ENDS`] the buffer where its end goes on.
+/// The target of a thread that is leaving: longjmp's arguments, or with [`ENDS`] the buffer with which its unwinding
+/// continues.
 pub(crate) struct Exit {
     to: AtomicPtr<c_void>,
     value: AtomicI32,
@@ -101,7 +102,7 @@ std::arch::global_asm!(
 #[cfg(target_arch = "x86_64")]
 unsafe extern "C-unwind" {
     fn baton_sleep(buffer: *mut Buffer, call: extern "C-unwind" fn(*mut c_void), argument: *mut c_void) -> c_int;
-    /// Goes on with the end of a thread after what the buffer stands for (glibc, pthread_cleanup_push).
+    /// Continues a thread's unwinding after the clean-up that this buffer stands for (glibc, pthread_cleanup_push).
     fn __pthread_unwind_next(buffer: *mut Buffer) -> !;
 }
 
@@ -109,7 +110,7 @@ unsafe extern "C-unwind" {
 struct Made<F, T> {
     here: &'static Here,
     sleep: *mut Sleep,
-    /// It is not made if a handler has just run.
+    /// If true, the call is not made when a deferred signal's handler has just run.
     goes_on: bool,
     call: Option<F>,
     result: T,
@@ -131,15 +132,15 @@ extern "C-unwind" fn make<F: FnOnce() -> T, T>(made: *mut c_void) {
     made.here.close(parts);
 }
 
-/// Makes the program's own call, which may sleep: meanwhile signals are handled as they come, also those that were
-/// deferred. The caller holds no lock, and is in a [`whole::Whole`]. If a handler leaves the call the result is -1 with
+/// Makes the program's own call, which may sleep. During it signal handlers run at once, first those of deferred
+/// signals. The caller holds no lock, and is in a [`whole::Whole`]. If a handler leaves the call the result is -1 with
 /// EINTR, and [`is_leaving`] is true.
 pub(crate) fn asleep<T: From<i8>>(call: impl FnOnce() -> T) -> T {
     make_asleep(false, call)
 }
 
-/// As [`asleep`], for a call that may go on with a sleep of the program's: it fails with EINTR also if a signal was
-/// deferred.
+/// As [`asleep`], for a call that may continue an earlier sleep of the same call of the program's: it fails with EINTR
+/// also if a deferred signal was handled just before it.
 pub(crate) fn asleep_again<T: From<i8>>(call: impl FnOnce() -> T) -> T {
     make_asleep(true, call)
 }
@@ -148,12 +149,13 @@ pub(crate) fn asleep_again<T: From<i8>>(call: impl FnOnce() -> T) -> T {
 fn make_asleep<F: FnOnce() -> T, T: From<i8>>(goes_on: bool, call: F) -> T {
     let here = whole::here();
     if here.is_leaving() {
-        // A function that tries once more does not know yet. It sleeps no more: the way out would be forgotten.
+        // The caller is a loop that has not seen yet that the thread is leaving. Another sleep would overwrite the
+        // target.
         thread::set_errno(libc::EINTR);
         return T::from(-1);
     }
     if sections::is_withdrawn() {
-        // Then there is nothing to undo.
+        // After a withdrawal a sleeping thread has registered nothing, so there is nothing to undo.
         let parts = here.parts();
         here.open();
         let result = call();
@@ -179,7 +181,7 @@ fn make_asleep<F: FnOnce() -> T, T: From<i8>>(goes_on: bool, call: F) -> T {
     made.result
 }
 
-/// As on x86-64, but a jump leaves what the call has registered.
+/// As on x86-64, but a jump does not undo what the call has registered.
 #[cfg(not(target_arch = "x86_64"))]
 fn make_asleep<T: From<i8>>(_goes_on: bool, call: impl FnOnce() -> T) -> T {
     let here = whole::here();
@@ -201,7 +203,7 @@ impl Exit {
         Exit { to: AtomicPtr::new(std::ptr::null_mut()), value: AtomicI32::new(0), how: AtomicI32::new(JUMPS) }
     }
 
-    /// Goes there.
+    /// Jumps to the target, or continues the thread's end.
     #[cold]
     pub fn go(&self) {
         #[cfg(target_arch = "x86_64")]
@@ -235,7 +237,7 @@ fn goes_past(here: &Here, sleep: *mut Sleep, to: usize) -> bool {
     let [start, length] = [&here.stack[0], &here.stack[1]].map(|word| word.load(RELAXED));
     let on_other = |address: usize| address.wrapping_sub(start) < length;
     match (on_other(sleep as usize), on_other(to)) {
-        // Within a handler.
+        // The target is on the signal stack and the sleep is not: the jump stays within the handler.
         (false, true) => false,
         (true, false) => true,
         _ => to > sleep as usize,

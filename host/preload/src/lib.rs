@@ -6,8 +6,8 @@
 //! on a connection that is on the NIC are served here, without a system call where possible; what only the kernel can
 //! do is done by the kernel, after the connection has been restored.
 //!
-//! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that
-//! a program makes with instructions of its own.
+//! Two kinds of calls are not intercepted: those that the C library makes internally (stdio on a socket: see
+//! `calls/stdio.rs`), and system calls that a program makes with its own instructions.
 
 mod again;
 mod at_once;

@@ -1,12 +1,13 @@
 //! Listening sockets whose connections the NIC makes (`--offload full`).
 //!
-//! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is
-//! counted by a second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it
-//! beside the listener, as which it counts, and accept(2) looks there first. The agent is asked for the queue
-//! when the process first waits for the listener: a process that only passes it on to others never gets one, and the
-//! NIC makes no connections for it. Where the agent refuses or does not answer, and when the session has ended, it is
-//! asked again when the process waits or accepts ([`Again`]): the kernel makes the connections meanwhile, so that a
-//! process which waits in a set accepts one of those.
+//! The listening socket stays the kernel's, and the kernel may have connections for it, too. A second socket, the
+//! *queue*, is readable as long as a connection that the NIC has made waits to be accepted. Sets and polls watch the
+//! queue beside the listener and report it as the listener, and accept(2) looks there first. The agent is asked for the
+//! queue
+//! when the process first waits for the listener: a process that only passes the listener on to others never gets a
+//! queue, and the NIC makes no connections for it. If the agent refuses or does not answer, or the session has ended,
+//! it is asked again when the process next waits or accepts ([`Again`]). Meanwhile the kernel makes the connections, so
+//! a process that waits in a set sooner or later accepts one and asks again.
 
 use crate::again::Again;
 use crate::epoll::{File, Set};
@@ -29,13 +30,13 @@ pub(crate) struct Queue {
 /// How the agent is asked for a listener's queue.
 #[derive(Default)]
 pub(crate) struct Asking {
-    /// It was asked: the process waits for the listener.
+    /// The agent was asked, since the process waits for the listener.
     begun: AtomicBool,
     again: Again,
 }
 
 impl Asking {
-    /// Forgets what was asked for another socket.
+    /// Starts again for another socket.
     pub fn forget(&self) {
         self.begun.store(false, Ordering::Release);
         self.again.reset();
@@ -87,7 +88,7 @@ fn ask(tcp: &'static Tcp, fd: c_int) -> Option<&'static Queue> {
         Some((session, (listener, queue))) => {
             begin(tcp, session, listener, queue);
             if !tcp.asking.again.succeed() {
-                // Another thread has left it to the kernel meanwhile.
+                // Another thread has given the listener to the kernel for good meanwhile.
                 close(tcp);
             }
         }
@@ -97,7 +98,7 @@ fn ask(tcp: &'static Tcp, fd: c_int) -> Option<&'static Queue> {
     tcp.queue()
 }
 
-/// Begins to use a listener's queue: the sets that watch the listener watch it, too.
+/// Begins to use a listener's queue, and adds it to the sets that watch the listener.
 fn begin(tcp: &'static Tcp, session: &'static Session, listener: u32, queue: OwnedFd) {
     let fd = process::lift(queue.into_raw_fd());
     OURS.lock().push(fd);
@@ -109,7 +110,7 @@ fn begin(tcp: &'static Tcp, session: &'static Session, listener: u32, queue: Own
     if session.shared.has_ended()
         && let Some(queue) = tcp.set_queue(None)
     {
-        // The session was left before the listener had its queue.
+        // The session was left before the listener had its queue, so leaving it has not dropped this queue.
         drop_queue(tcp, queue);
     }
 }
@@ -123,7 +124,7 @@ pub(crate) fn refresh(tcp: &'static Tcp, fd: c_int) {
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         match queue.session.shared.listen(borrowed) {
-            // It has listened anew, after the agent had found that it did not any more.
+            // The socket listens again, after the agent had found that it no longer listened: it has another queue.
             Ok((listener, fd)) if listener != queue.listener => begin(tcp, queue.session, listener, fd),
             // A listener that the NIC cannot serve any more is the kernel's; its queue stays empty.
             _ => {}
@@ -133,14 +134,15 @@ pub(crate) fn refresh(tcp: &'static Tcp, fd: c_int) {
 }
 
 fn drop_queue(tcp: &Tcp, queue: &'static Queue) {
-    // The agent and other processes may have the same socket, so that its end here does not take it out of the sets.
+    // The agent and other processes may have the queue open, so that closing it here would not remove it from the epoll
+    // sets.
     tcp.stop_watching_beside(queue.fd);
     OURS.lock().retain(|fd| *fd != queue.fd);
     // SAFETY: the queue's descriptor is this library's own, and nobody uses it any more.
     unsafe { real::close(queue.fd) };
 }
 
-/// Drops a queue by which nothing comes any more, unless another thread has.
+/// Drops a queue that has ended, unless another thread has done so.
 fn drop_ended(tcp: &Tcp, queue: &'static Queue) {
     if tcp.forget_queue(queue) {
         tcp.asking.again.pause();
@@ -165,8 +167,9 @@ pub(crate) fn close(tcp: &Tcp) {
     }
 }
 
-/// Leaves a socket's connections to the kernel for good: what waits for them is not this process's alone, or does not
-/// go through this library, so that nobody would have it watch a queue. Also of one that does not listen yet.
+/// Leaves a listener's connections to the kernel for good, since this library cannot add a queue where they are waited
+/// for: in an epoll set of several processes, or in a call past this library. Also for a socket that does not listen
+/// yet.
 pub(crate) fn leave_for_good(tcp: &Tcp) {
     tcp.asking.again.give_up();
     close(tcp);
@@ -179,7 +182,7 @@ fn listeners() -> impl Iterator<Item = &'static Tcp> {
     })
 }
 
-/// Drops all queues, since their session has ended. The next one is asked for them.
+/// Drops all queues, since their session has ended. The agent is asked for new ones in the next session.
 pub(crate) fn leave() {
     for tcp in listeners() {
         if let Some(queue) = tcp.set_queue(None) {
@@ -198,8 +201,8 @@ pub(crate) fn forget_inherited() {
     wait::close_all(&OURS);
 }
 
-/// Whether a byte was read from a queue, so that a connection waits. An end means that the agent has no such listener
-/// any more: the queue is dropped.
+/// Reads one byte from a queue: each stands for a waiting connection. False if there is none. At the end of the stream
+/// the agent has no such listener any more, and the queue is dropped.
 fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     let mut byte = 0u8;
     let errno = thread::errno();
@@ -212,8 +215,8 @@ fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     got == 1
 }
 
-/// Whether this process may have another descriptor, with which a connection comes: the kernel, too, takes none from
-/// its queue otherwise.
+/// Whether this process may open one more descriptor, which an accepted connection needs. Without one the kernel takes
+/// no connection from its queue either.
 fn has_descriptor_left(queue: &Queue) -> bool {
     let errno = thread::errno();
     // SAFETY: F_DUPFD_CLOEXEC takes a number.
@@ -228,9 +231,9 @@ fn has_descriptor_left(queue: &Queue) -> bool {
 
 fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
     let is_its = || listener.queue().is_some_and(|now| std::ptr::eq(now, queue));
-    // In a process that is closed for good, too: the NIC has made it, and it goes to the kernel then. A byte may stand
-    // for no connection. The next one is read then: beside one that is left the agent writes none for the next
-    // connection, and who waits for an edge would get none.
+    // Also in a process that is closed for good: the connection exists on the NIC, and is then restored. If a byte
+    // stands for no connection, the next byte is read at once: as long as a byte is left in the queue the agent writes
+    // no further one, and a program that waits for an edge would get none.
     while !forks::are_under_way() && is_its() && take_byte(listener, queue) {
         let errno = thread::errno();
         let mut made = None;
@@ -261,7 +264,7 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
     let blocks = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK == 0;
     let mut deadline = None;
     loop {
-        // One that does not block is waited for elsewhere: the queue is asked for there first.
+        // A non-blocking listener is waited for in poll or epoll, which ask for the queue first.
         let asks = blocks || tcp.asking.begun.load(Ordering::Acquire);
         let Some(queue) = (if asks { queue_of(tcp, fd) } else { tcp.queue() }) else {
             drop(section);
@@ -275,7 +278,7 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
         if let Some((fd, tcp)) = take(tcp, queue) {
             return Some(Accepted::Nic(fd, tcp, queue.session, section));
         }
-        // One that listens no more (shutdown) has hung up, and the kernel refuses the call.
+        // A socket that no longer listens (shutdown) reports POLLHUP, and the kernel refuses the call.
         if !blocks || wait::reports_now(fd, libc::POLLIN | libc::POLLHUP) {
             drop(section);
             return Some(Accepted::Kernel(native()));
@@ -296,8 +299,9 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
     }
 }
 
-/// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address, which
-/// the socket does not have for a moment while the connection moves.
+/// Completes accept4(2) for a connection that the NIC has made: sets the descriptor's flags and returns the peer's
+/// address. While a connection moves its socket has no peer for a moment, so the address is read when no move is under
+/// way.
 ///
 /// # Safety
 /// As accept4(2).
@@ -339,8 +343,9 @@ pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut 
     let Some(tcp) = table::tcp(fd) else { return };
     let is_of_several = |set: &Set| set.is_inherited() && !set.has_beside(fd);
     if process::is_mine() && table::set_of(set).is_some_and(is_of_several) {
-        // The queue would be watched there for other processes, too, and the next one, of the next session, not at all.
-        // Where the parent's queue is watched, this process is woken for what only its own can give it.
+        // In a set of several processes a queue would wake the other processes, too, and the queue of the next session
+        // could not be added. If the parent's queue is watched in the set, this process is woken by it as well, and
+        // looks into its own queue.
         if operation != libc::EPOLL_CTL_DEL {
             leave_for_good(tcp);
         }
@@ -353,14 +358,14 @@ pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut 
     let Some(queue) = queue else { return };
     let errno = thread::errno();
     if let Some(set) = table::set_of(set).filter(|set| !set.is_inherited() && process::is_mine()) {
-        // What is watched beside a listener changes, and goes, with the listener.
+        // The registration beside the listener is modified and removed together with the listener's.
         set.with_interest(|interest, kernel| {
             if let Some(slot) = interest.find(fd, File::Tcp(tcp)) {
                 interest.watch_beside(kernel, slot, File::Tcp(tcp), queue.fd);
             }
         });
         if tcp.queue().is_none_or(|now| !std::ptr::eq(now, queue)) {
-            // Another thread has dropped it meanwhile: the listener's next queue is to have its place.
+            // Another thread has dropped this queue meanwhile: watch the listener's next queue instead.
             set.stop_watching_beside(queue.fd);
             if let Some(next) = tcp.queue() {
                 tcp.watch_beside(next.fd);

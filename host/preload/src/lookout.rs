@@ -1,19 +1,19 @@
-//! Which of the threads that sleep for sockets watch the session's doorbell.
+//! Which of the threads that sleep for sockets also poll the session's doorbell (*watch* it).
 //!
-//! If all did, each ring would wake all of them, of which most find nothing. So a few watch: whoever of them wakes up
-//! reads the NIC's events, and wakes the threads that these concern. When the last one leaves while others sleep, one
-//! of those is woken, and watches when it sleeps again. A thread whose signal handler runs for long counts as watching
-//! meanwhile, so the others look by themselves now and then.
+//! If all did, each ring would wake all of them, and most would find nothing. So only a few watch. The watcher that
+//! wakes up reads the NIC's events, and wakes the threads that these concern. When the last watcher leaves while other
+//! threads sleep, one of them is woken, and watches when it sleeps again. A watcher whose signal handler runs for long
+//! still counts as watching, so the other threads look at the events by themselves now and then.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Most threads that watch. One may get no processor for a while, where hundreds of threads want one.
+/// Most threads that watch. More than one, since a watcher may get no processor for a while among hundreds of threads.
 const MOST: u64 = 4;
 
 /// Microseconds after which a thread that sleeps without watching looks by itself.
 pub(crate) const LOOK: u64 = 1_000_000;
 
-/// Threads that watch, and in the upper half those that sleep without.
+/// Lower half: threads that watch. Upper half: threads that sleep without watching.
 static ASLEEP: AtomicU64 = AtomicU64::new(0);
 const WATCHER: u64 = 1;
 const SLEEPER: u64 = 1 << 32;
@@ -22,10 +22,10 @@ fn watchers(asleep: u64) -> u64 {
     asleep & (SLEEPER - 1)
 }
 
-/// Gives a thread that is about to sleep its place: returns whether it watches. If not, it counts among the `others`
-/// that can be woken together with it.
+/// Decides whether a thread that is about to sleep watches, and returns it. A thread that does not watch is counted in
+/// `others`, the counter of its eventfd.
 pub(crate) fn begin(others: &AtomicU32) -> bool {
-    // Before it counts, so that it is found by whoever counts it.
+    // Before it is counted in `ASLEEP`: a thread that sees it there must find its eventfd by this counter.
     others.fetch_add(1, Ordering::SeqCst);
     let place = |asleep| Some(if watchers(asleep) < MOST { asleep + WATCHER } else { asleep + SLEEPER });
     let before = ASLEEP.fetch_update(Ordering::SeqCst, Ordering::SeqCst, place).unwrap_or_default();
@@ -36,12 +36,12 @@ pub(crate) fn begin(others: &AtomicU32) -> bool {
     watches
 }
 
-/// Ends what [`begin`] has begun, in a thread that has slept. Returns whether one of those is to be woken that sleep
-/// without watching.
+/// Undoes [`begin`], in a thread that has slept. Returns whether the caller has to wake a thread that sleeps without
+/// watching.
 pub(crate) fn end(others: &AtomicU32, watches: bool) -> bool {
     if !watches {
         others.fetch_sub(1, Ordering::SeqCst);
-        // It may have been woken to watch, and returns to the program instead.
+        // This thread may have been woken to become the watcher, but returns to the program: then another one has to.
         let before = ASLEEP.fetch_sub(SLEEPER, Ordering::SeqCst);
         return watchers(before) == 0 && before >= 2 * SLEEPER;
     }
@@ -49,7 +49,7 @@ pub(crate) fn end(others: &AtomicU32, watches: bool) -> bool {
     watchers(before) == 1 && before >= SLEEPER
 }
 
-/// In a child of fork: nobody sleeps.
+/// In a child of fork: no thread sleeps.
 pub(crate) fn forget_inherited() {
     ASLEEP.store(0, Ordering::SeqCst);
 }
@@ -58,7 +58,7 @@ pub(crate) fn forget_inherited() {
 mod tests {
     use super::*;
 
-    /// Four watch. When they have left, one of the others is to be woken, which watches when it sleeps again.
+    /// Four threads watch. When all of them have left, one of the others is woken, and watches when it sleeps again.
     #[test]
     fn somebody_watches_while_anybody_sleeps() {
         let others = AtomicU32::new(0);

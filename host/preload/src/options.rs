@@ -85,7 +85,7 @@ pub(crate) unsafe fn set(
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             let queued = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
             if queued.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
-                // The NIC has not read the previous message yet.
+                // The command ring is full: the NIC has not read the earlier commands yet.
                 drop(entered);
                 give_way_to_move(tcp, &mut round);
                 continue;
@@ -154,7 +154,7 @@ pub(crate) unsafe fn get(
         tcp.leave_if_over();
     }
     if (level, option) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
-        // It maps pages of the kernel's receive queue; of a shell's it would say for ever that nothing has come.
+        // The option maps pages of the kernel's receive queue. On a shell it would never return any data.
         tcp.give_back("TCP_ZEROCOPY_RECEIVE", Until::Never);
     }
     // During a move some options have values that the agent has set.
@@ -209,7 +209,7 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
     if let Some((_, session)) = tcp.managed() {
         session.shared.catch_up(token());
     }
-    // The numbers of a connection on the NIC hold as long as it stays there.
+    // On the NIC: the counts are valid as long as the connection stays there.
     let count = tcp.undisturbed(|owner| match tcp.managed() {
         Some((connection, session)) if owner == Some(Owner::Nic) => {
             let state = session.shared.readiness(connection, token());
@@ -249,7 +249,7 @@ pub(crate) fn unread_in_kernel(fd: c_int) -> Option<c_int> {
 /// shutdown(2).
 pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
     let done = shut(tcp, fd, how);
-    // Even if it failed (Linux, inet_shutdown).
+    // As in Linux (inet_shutdown), edge-triggered registrations report again even if the call has failed.
     tcp.rearm();
     done
 }
@@ -282,7 +282,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             return fail(libc::ENOTCONN) as c_int;
         }
         if how != libc::SHUT_WR {
-            // It cannot leave the NIC now: there is no route, say.
+            // The connection could not be restored, for example for lack of a route.
             connection.shut_receiving();
         }
         if how == libc::SHUT_RD || session.shared.readiness(connection, token()).shut {

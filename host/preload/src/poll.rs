@@ -25,7 +25,7 @@ impl Watched {
         for (at, entry) in fds.iter().enumerate() {
             match table::get(entry.fd) {
                 Some(table::File::Tcp(tcp)) if is_watched(tcp) => watched.sockets.push((at, tcp)),
-                // Of one that belongs to several processes the kernel reports everything.
+                // The kernel alone reports a set that several processes share.
                 Some(table::File::Set(set)) if !set.is_inherited() => watched.sets.push((at, set)),
                 _ => {}
             }
@@ -42,8 +42,8 @@ impl Watched {
         self.sockets.iter().any(|(_, tcp)| tcp.completions.are_pending())
     }
 
-    /// Fills in results for sockets and sets of the NIC's, and takes the sockets' descriptors out of what the kernel is
-    /// asked. Returns how many are ready.
+    /// Fills in the results of sockets on the NIC and of sets with such sockets, and removes the sockets' descriptors
+    /// from `asked`, the entries for the kernel. Returns how many are ready.
     fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
         let mut ready = 0;
         for (at, tcp) in &self.sockets {
@@ -66,7 +66,7 @@ impl Watched {
                 .count()
     }
 
-    /// Each socket's generation and number of moves: a kernel's answer only counts if both are unchanged.
+    /// Each socket's generation and number of moves: an answer of the kernel counts only if both are unchanged.
     fn versions(&self) -> Few<(u32, Option<u32>)> {
         self.sockets.iter().map(|(_, tcp)| (tcp.generation(), tcp.moves())).collect()
     }
@@ -76,8 +76,9 @@ impl Watched {
         self.versions()[..] != *versions || self.sets.iter().any(|(_, set)| readiness::is_marked(set, session))
     }
 
-    /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets
-    /// only if they really have events. Returns how many are ready, and what is not known of the sets.
+    /// Copies the kernel's results into `fds`, but not those of sockets that have moved since `versions` were read, nor
+    /// those of sets whose only events are this library's. Returns how many entries are ready, and what could not be
+    /// determined of the sets.
     fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], versions: &[(u32, Option<u32>)]) -> (usize, readiness::Doubt) {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
@@ -86,7 +87,7 @@ impl Watched {
         }
         for ((at, tcp), (generation, moves)) in self.sockets.iter().zip(versions) {
             if tcp.generation() != *generation {
-                // Another thread has closed it, or left it to the kernel, which is asked anew.
+                // Another thread has closed the socket (POLLNVAL), or given it to the kernel, which is asked again.
                 fds[*at].revents = if tcp.is_left(*generation) { 0 } else { libc::POLLNVAL };
                 continue;
             }
@@ -103,14 +104,14 @@ impl Watched {
                 if now == moves {
                     break;
                 }
-                // During a move the socket is disconnected for a moment.
+                // The answer may be from the middle of a move, when the socket is disconnected for a moment: ask again.
                 moves = now;
                 // SAFETY: one live pollfd.
                 unsafe { real::poll(&mut fds[*at], 1, 0) };
             }
         }
         for ((at, tcp), version) in self.sockets.iter().zip(versions) {
-            // After a move the other events are not known yet.
+            // Not for a socket that has moved: its other events have to be asked for again first.
             if tcp.completions.are_pending() && (tcp.generation(), tcp.moves()) == *version {
                 fds[*at].revents |= POLLERR;
             }
@@ -131,7 +132,7 @@ impl Watched {
 pub(crate) enum Polled {
     /// The call's result.
     Done(c_int),
-    /// The kernel alone knows: the program's own call is to be made, with this limit in microseconds.
+    /// Nothing here concerns this library: the caller makes the program's own call, with this limit in microseconds.
     Kernel(Option<u64>),
 }
 
@@ -160,7 +161,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             if !has_hung_up(queue) {
                 fds[*at].revents |= queue.revents & READABLE;
             } else if let Some(tcp) = table::tcp(fds[*at].fd) {
-                // It is readable, too, but no connection waits.
+                // A queue that has hung up is readable, too, although no connection waits.
                 listening::leave_ended(tcp);
             }
         }
@@ -168,7 +169,8 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
         if ready > 0 || got == 0 {
             return Polled::Done(ready as c_int);
         }
-        // If a queue has hung up because the agent has ended, the kernel alone makes connections now.
+        // A queue may have hung up because the agent has ended: then the session is left, and only the kernel makes
+        // connections.
         if let Some(session) = process::session() {
             session.leave_if_over();
         }
@@ -198,7 +200,8 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             return Polled::Kernel(left_until(deadline));
         }
         if sockets.iter().zip(&generations).any(|(tcp, generation)| tcp.is_left(*generation)) {
-            // Another thread has left a connection to the kernel, by which nothing of this call's has changed.
+            // Another thread has given a connection to the kernel for good. For the program nothing has changed:
+            // continue without that socket.
             let (watched, limit) = (Watched::among(fds), left_until(deadline));
             let is_kernels = watched.is_empty() && fds.len() == given;
             return if is_kernels { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
@@ -245,10 +248,10 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             }
         };
         if got >= 0 && !process::is_still(owner) {
-            // A handler has made this child, and what was asked is its parent's.
+            // A signal handler has forked and this is the child: the entries that were asked for are the parent's.
             return Polled::Done(fail(libc::EINTR) as c_int);
         }
-        // Too many entries: the kernel says so before it looks at any.
+        // EINVAL: too many entries, which the kernel refuses before it looks at any.
         if got < 0 && (ready == 0 || errno() == libc::EINVAL) {
             return Polled::Done(got);
         }
@@ -272,7 +275,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             return Polled::Done(0);
         }
         if begun.is_over(false) {
-            // A handler has run where this thread was awake, for another socket's sake.
+            // A signal handler has run while this thread was awake to handle another socket's events.
             return Polled::Done(fail(libc::EINTR) as c_int);
         }
     }
@@ -289,7 +292,7 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
 
 /// A copy of one of select's sets, as many bits as the kernel looks at. Empty if there is no set.
 struct Bits {
-    /// Those of a set of the usual size: a call that only passes through takes no memory.
+    /// The bits of a set of the usual size, so that such a call allocates nothing.
     usual: [usize; USUAL],
     longer: Vec<usize>,
     words: usize,
@@ -343,8 +346,8 @@ fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     end > 0 && sets.iter().any(|set| Bits::read(*set, end).is_some_and(|bits| bits.descriptors().any(is_tracked)))
 }
 
-/// Number of bits that the kernel looks at: not more than its table of descriptors has entries. Programs say more, such
-/// as getdtablesize(3), and their sets may end before.
+/// Number of bits that the kernel looks at: at most as many as its table of descriptors has entries. A program may pass
+/// more, such as getdtablesize(3), with a set that is shorter than that.
 fn looked_at(count: c_int) -> c_int {
     const USUAL: c_int = libc::FD_SETSIZE as c_int;
     if count <= USUAL {
@@ -352,7 +355,7 @@ fn looked_at(count: c_int) -> c_int {
     }
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let size = status.lines().find_map(|line| line.strip_prefix("FDSize:")?.trim().parse().ok());
-    // Where that cannot be read it has at least these.
+    // If the size cannot be read: the table has at least so many entries.
     count.min(size.unwrap_or(USUAL.max(table::end() as c_int)))
 }
 
@@ -402,7 +405,8 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
         if total > 0 || fds.iter().all(|entry| entry.revents == 0) || left == Some(0) {
             break total;
         }
-        // The end of a connection is no event of a set that does not ask for it: what has ended has no other any more.
+        // Only POLLHUP or the like is reported, which counts for none of the three sets. Such a descriptor is removed:
+        // it has no other event to come.
         fds.retain(|entry| entry.revents == 0);
     };
     for (set, (_, counts)) in copies.iter_mut().zip(SELECT) {

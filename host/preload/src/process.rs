@@ -31,8 +31,7 @@ pub(crate) struct Plan {
 pub(crate) struct Session {
     pub shared: Shared,
     pub fds: [c_int; DESCRIPTORS],
-    /// Sockets by connection number.
-    /// The sockets by their connections' numbers. Every event of the NIC's looks here, so it takes no lock.
+    /// Sockets by connection number. Read for every event of the NIC's, so without a lock.
     by_number: Box<[AtomicPtr<Tcp>]>,
 }
 
@@ -40,18 +39,18 @@ static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may be offloaded any more: the process filters its system calls, or does what this library cannot
-/// follow.
+/// No connection of this process may be offloaded any more: the process has set a seccomp filter, or makes calls that
+/// this library cannot see.
 static CLOSED: AtomicBool = AtomicBool::new(false);
-/// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it
-/// has no plan.
+/// This process was made past the library, or by a call after which it may not lock or allocate: it has no plan, so all
+/// that it opens stays in the kernel.
 static UNPREPARED: AtomicBool = AtomicBool::new(false);
-/// Why it was closed for good, and whether the agent knows.
+/// Why the process was closed for good ([`CLOSED`]), and whether the agent was told.
 static WHY: OnceLock<Native> = OnceLock::new();
 static SAID: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
-/// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late
-/// thread may still use it.
+/// The last session that ended. The next one reuses its descriptors' numbers, so that none of them becomes the
+/// program's while a late thread may still use it.
 static LEFT: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Time (microseconds of the monotonic clock) before which no attempt is made to reach the agent.
 static NOT_BEFORE: AtomicU64 = AtomicU64::new(0);
@@ -62,10 +61,10 @@ pub(crate) const SECCOMP: &str = "seccomp";
 /// Microseconds between attempts to reach the agent.
 const AGAIN: u64 = 1_000_000;
 
-/// Descriptors that a program has to be allowed: of fewer, those of the library would be many.
+/// The least RLIMIT_NOFILE for a session: below that the library's own descriptors would be too large a part of it.
 const LEAST_DESCRIPTORS: u64 = 48;
 
-/// Longest time that a program waits for an agent that it only tells something.
+/// Longest time that a program waits for the agent's answer to a notification.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
 fn identity() -> u32 {
@@ -99,7 +98,7 @@ pub(crate) fn plan() -> Option<&'static Plan> {
         let program = program.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())).unwrap_or_default();
         let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let cgroup = cgroup.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default().to_owned();
-        // A program may have been started by a link of another name.
+        // A program may have been started by a link with another name.
         let started_as = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
         let names = [program.as_str(), started_as.trim_end_matches('\n')];
         let fits = |rule: &&Rule| names.iter().any(|name| rule.fits_program(name, &cgroup));
@@ -110,7 +109,7 @@ pub(crate) fn plan() -> Option<&'static Plan> {
 }
 
 impl Plan {
-    /// What `baton run` has said.
+    /// The configuration that `baton run` has passed on.
     pub fn run(&self) -> &Run {
         &self.run
     }
@@ -130,7 +129,8 @@ impl Plan {
         self.run.offload == Offload::Full
     }
 
-    /// Whether connections are handed over as soon as their rule matches, worth it or not: for tests of moves.
+    /// Whether connections are handed over as soon as their rule matches, even if the move does not pay: for tests of
+    /// moves.
     pub fn is_eager(&self) -> bool {
         self.run.flips || self.run.eager
     }
@@ -141,8 +141,8 @@ pub(crate) fn owner() -> u32 {
     OWNER.load(Ordering::Acquire)
 }
 
-/// Whether this is the process that it was when [`owner`] said `before`, and no child: the call that a handler has
-/// interrupted, which has forked, returns there, too.
+/// Whether this is still the process in which [`owner`] returned `before`. A signal handler may have forked in between:
+/// then the interrupted call returns in the child, too.
 pub(crate) fn is_still(before: u32) -> bool {
     owner() == before && !table::is_wiped()
 }
@@ -170,15 +170,15 @@ pub(crate) fn open_session_at_once() -> Option<&'static Session> {
     if is_closed() { None } else { open(hold) }
 }
 
-/// Tells the agent why the kernel alone serves this program, or a connection of its, over a connection of its own.
-/// Returns whether it has answered: one that has ended, or is stopped, lists nothing.
+/// Tells the agent, over `channel`, why this program or one of its connections stays in the kernel. Returns whether the
+/// agent has answered.
 pub(crate) fn say(plan: &Plan, channel: &Channel, why: Native) -> bool {
     let request = Request { tag: 1, body: Ask::Native { program: Some(plan.program().to_owned()), why } };
     channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(PATIENCE)).is_ok()
 }
 
-/// The same in the session, if there is one. None is opened for this: its descriptors would be all that the program has
-/// of Baton. An agent that does not answer is not waited for again at once.
+/// As [`say`], in the session if there is one, else over a connection for this message only: a session would keep
+/// descriptors and be of no other use. After an agent that has not answered, no attempt is made for [`AGAIN`].
 pub(crate) fn tell(why: Native) -> bool {
     if !is_mine() {
         return false;
@@ -190,7 +190,7 @@ pub(crate) fn tell(why: Native) -> bool {
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return false;
     }
-    // A signal handler that does not return would leave the descriptor to the program.
+    // A signal handler that never returns would leave the channel's descriptor open in the program.
     let _undisturbed = Undisturbed::begin();
     let told = Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why));
     if !told {
@@ -199,7 +199,7 @@ pub(crate) fn tell(why: Native) -> bool {
     told
 }
 
-/// Reports to the agent why no connection moves any more, now that one would be due, unless it knows.
+/// Tells the agent why no connection moves any more, unless it was told. Called when a hand-over would be due.
 #[cold]
 pub(crate) fn report_closed() {
     let Some(why) = WHY.get() else { return };
@@ -232,13 +232,13 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
         NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
         return None;
     }
-    // A signal handler that forks here would wait for ever.
+    // A signal handler that forks here would wait for ever for the lock that its own thread holds.
     let _undisturbed = Undisturbed::begin();
     let _one = hold()?;
     if let Some(session) = session() {
         return Some(session);
     }
-    // Another thread may have failed just now.
+    // Another thread may have tried in vain while this one waited for the lock.
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
@@ -254,7 +254,7 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
         }
     }));
     let mut places: VecDeque<c_int> = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0).collect();
-    // The previous session's numbers, or any that are out of the program's way.
+    // The previous session's descriptor numbers, or high ones that the program does not expect to get.
     let renumber = |fd| match places.pop_front() {
         Some(place) => {
             LEFT.store(std::ptr::null_mut(), Ordering::Release);
@@ -282,7 +282,7 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
             Some(made)
         }
         Err(error) => {
-            // Without a reason the agent has ended, or cannot be reached from here: everything stays in the kernel for
+            // Any other error means that the agent has ended or cannot be reached: everything stays in the kernel for
             // now.
             if matches!(error.kind(), std::io::ErrorKind::Other | std::io::ErrorKind::InvalidData) {
                 static SAID: std::sync::Once = std::sync::Once::new();
@@ -295,8 +295,8 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     }
 }
 
-/// What this process has too little of for a session, as a reason for people, and the process that has reported it to
-/// the agent; 0 if none has.
+/// The resource of which this process has too little for a session, as a message, and the id of the process that has
+/// reported it to the agent (0 if none has).
 #[cold]
 fn what_is_scarce() -> Option<(String, &'static AtomicU32)> {
     static FEW: AtomicU32 = AtomicU32::new(0);
@@ -307,7 +307,7 @@ fn what_is_scarce() -> Option<(String, &'static AtomicU32)> {
         return Some((why, &FEW));
     }
     let left = {
-        // A signal handler that does not return would leave a descriptor to the program.
+        // A signal handler that never returns would leave a descriptor open in the program.
         let _undisturbed = Undisturbed::begin();
         address_space::left().filter(|left| *left < HEAP as u64 + RESERVE)?
     };
@@ -319,7 +319,7 @@ fn what_is_scarce() -> Option<(String, &'static AtomicU32)> {
     Some((why, &NARROW))
 }
 
-/// Reports to the agent why this process keeps to itself what a session would take, once.
+/// Tells the agent, once, which resource this process lacks for a session.
 #[cold]
 fn report_scarce(why: String, reported: &AtomicU32) {
     if reported.swap(identity(), Ordering::AcqRel) == identity() {
@@ -337,8 +337,8 @@ pub(crate) fn hold_opening() -> MutexGuard<'static, ()> {
     OPENING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes this process, a child, the owner of its copy of the memory. Its parent's session is not its own: the
-/// descriptors are closed. Takes no lock and no memory.
+/// In a child: makes this process the owner of its copy of the memory, and closes its copies of the parent's session's
+/// descriptors. Takes no lock and allocates nothing.
 pub(crate) fn become_owner() {
     OWNER.store(identity(), Ordering::Release);
     SAID.store(false, Ordering::Release);
@@ -351,14 +351,15 @@ pub(crate) fn become_owner() {
     }
 }
 
-/// Leaves all that this process opens to the kernel. Takes no lock and no memory.
+/// Leaves all sockets that this process opens to the kernel. Takes no lock and allocates nothing.
 pub(crate) fn give_up_plan() {
     UNPREPARED.store(true, Ordering::SeqCst);
     CLOSED.store(true, Ordering::SeqCst);
 }
 
-/// Opens the session of a program that has a TCP socket, before it changes what it can reach or who it is: afterwards
-/// the agent may be out of reach, or take it for another user. A program without TCP sockets gets none.
+/// Opens the session of a program that has a TCP socket, before the program changes its root, namespaces or user:
+/// afterwards it may not reach the agent, or the agent may take it for another user. A program without TCP sockets gets
+/// none.
 #[cold]
 pub(crate) fn ask_while_possible() {
     let Some(_section) = Section::enter() else { return };
@@ -392,9 +393,9 @@ fn left() -> Option<&'static Session> {
     if left.is_null() { None } else { Some(unsafe { &*left }) }
 }
 
-/// The lowest number for this library's descriptors. Programs expect to get low numbers themselves; but the kernel's
-/// table of descriptors is as long as the highest number makes it, and select(2), fork(2) and close_range(2) look at
-/// all of it. An `fd_set` has no bits for numbers from FD_SETSIZE on.
+/// The lowest number for this library's descriptors. Low numbers are left to the program, which may expect to get them.
+/// Very high ones are avoided: they make the kernel's table of descriptors longer, which select(2), fork(2) and
+/// close_range(2) walk through, and an `fd_set` has no bits from FD_SETSIZE on.
 fn lowest_descriptor() -> c_int {
     (most_descriptors().min(libc::FD_SETSIZE as u64) as c_int - 96).max(3)
 }
@@ -448,7 +449,7 @@ pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
     others.into_iter().filter_map(|next| next(first)).chain(of_session).min()
 }
 
-/// The socket at such a place.
+/// The socket in an entry of [`Session::by_number`].
 fn found(place: &AtomicPtr<Tcp>) -> Option<&'static Tcp> {
     // SAFETY: null, or from a `&'static` reference (`note_socket`).
     unsafe { place.load(Ordering::Acquire).as_ref() }
@@ -466,12 +467,12 @@ impl Session {
         }
     }
 
-    /// Whether it has ended, as far as known; asks the kernel only now and then.
+    /// Whether the session has ended, as far as known; asks the kernel only now and then.
     pub fn is_over(&self) -> bool {
         self.shared.notice_end_sometimes(thread::token())
     }
 
-    /// Abandons it if it has ended; see [`Session::leave`].
+    /// Abandons the session if it has ended; see [`Session::leave`].
     #[cold]
     pub fn leave_if_over(&'static self) {
         if self.shared.notice_end(thread::token()) {
@@ -479,8 +480,8 @@ impl Session {
         }
     }
 
-    /// Abandons it if some thread has noticed that it has ended. That thread may have held a lock, so that it could not
-    /// do so itself.
+    /// Abandons the session if some thread has noticed its end. That thread may have held a lock and could not abandon
+    /// it itself.
     #[inline]
     pub fn leave_if_known_over(&'static self) {
         if self.shared.has_ended() {
@@ -496,7 +497,7 @@ impl Session {
         let this = std::ptr::from_ref(self).cast_mut();
         {
             let _undisturbed = Undisturbed::begin();
-            // Its holder opens a session, or abandons this one.
+            // The lock's holder is opening a session, or abandoning this one.
             let Ok(_one) = OPENING.try_lock() else { return };
             if SESSION.load(Ordering::Acquire) != this {
                 return;
@@ -511,7 +512,7 @@ impl Session {
         for tcp in self.sockets() {
             lost |= tcp.leave_session();
         }
-        // Otherwise agent and NIC may still read there: the program has left them.
+        // If the session has not ended, the program has left it, and agent and NIC may still read its memory.
         if !lost && self.shared.has_ended() {
             self.shared.discard_memory();
         }
@@ -523,7 +524,7 @@ impl Session {
         self.numbered_sockets().map(|(_, tcp)| tcp).collect()
     }
 
-    /// The same with their connections' numbers.
+    /// The sockets of all its connections, with the connections' numbers.
     pub fn numbered_sockets(&self) -> impl Iterator<Item = (u32, &'static Tcp)> {
         (0u32..).zip(&self.by_number[..]).filter_map(|(number, place)| Some((number, found(place)?)))
     }
@@ -534,13 +535,12 @@ pub(crate) fn give_everything_back(reason: &str) {
     give_others_back(reason, |_, _| false);
 }
 
-/// As [`give_everything_back`], but for connections of which `stays` says, by session and number, that nothing is to be
-/// done. Returns the others.
+/// As [`give_everything_back`], but skips connections for which `stays` (session, number) is true. Returns the others.
 pub(crate) fn give_others_back(reason: &str, stays: impl Fn(&Shared, u32) -> bool) -> Vec<&'static Tcp> {
     if !is_mine() {
         return Vec::new();
     }
-    // Hand-overs that other threads have begun count, too.
+    // Waits for hand-overs that other threads have begun, so that their connections are restored, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
             tcp.settle();
@@ -555,25 +555,26 @@ pub(crate) fn give_others_back(reason: &str, stays: impl Fn(&Shared, u32) -> boo
     others
 }
 
-/// Restores everything for good: the process does something that this library cannot follow.
+/// Restores all connections for good, since the process makes calls that this library cannot see.
 pub(crate) fn close_for_good(why: Native) {
     let Some(_section) = Section::enter() else { return };
     let closed = CLOSED.swap(true, Ordering::SeqCst);
     give_everything_back(why.cause());
-    // A ring closes sockets where no library sees it, and the peer is to get a FIN then: nobody else may have them.
+    // An io_uring may close sockets unseen by this library. The peer gets a FIN then only if the agent has no copy of
+    // the descriptor, so the agent gives them up.
     if why == Native::IoUring
         && is_mine()
         && let Some(session) = session()
     {
         session.sockets().into_iter().for_each(Tcp::give_up_in_kernel);
     }
-    // A withdrawal says it itself. A process without a session says it when a connection would be due.
+    // A withdrawal tells the agent itself. A process without a session tells it when a hand-over would be due.
     if !closed && why != Native::Filters && WHY.set(why).is_ok() && is_mine() && session().is_some() {
         report_closed();
     }
 }
 
-/// Ends the session, and closes all descriptors of this library's: it withdraws, and no other thread is inside.
+/// Withdrawal: ends the session, and closes all descriptors of this library's. No other thread is inside.
 pub(crate) fn end() {
     if let Some(session) = session() {
         session.sockets().into_iter().for_each(Tcp::end_care);
@@ -588,7 +589,7 @@ pub(crate) fn end() {
     }
 }
 
-/// Tracks the sockets that the program has when it starts, opened by whoever started it.
+/// Tracks the sockets that the program has inherited from the process that started it.
 fn take_inherited() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<c_int> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();

@@ -1,12 +1,12 @@
-//! What connections on the NIC, and sets of epoll(7) with such connections, are ready for.
+//! The readiness of connections on the NIC, and of epoll(7) sets with such connections.
 //!
 //! Events (poll, epoll) of a connection are computed as the kernel's tcp_poll does (Linux, net/ipv4/tcp.c).
 //!
-//! A set may be watched itself: by poll and select, and by other sets. What it has of connections on the NIC is passed
-//! on here: a mark in a set is one in each set that it is in, and wakes who polls it. What the kernel's set has is the
-//! kernel's to report; but that set is also readable because of this library's own registrations, and because of
-//! sockets that are between two owners. So the kernel's word counts only after these have been looked at
-//! ([`in_kernel`]).
+//! A set may be watched itself: by poll and select, and by other sets. This file passes on its events of connections on
+//! the NIC: a mark in a set also marks each set that contains it, and wakes the threads that poll it. The kernel
+//! reports the events of the kernel's set. But the kernel's set is also readable because of this library's own
+//! registrations, and because of sockets in the middle of a move. So the kernel's answer counts only after both were
+//! checked ([`in_kernel`]).
 
 use crate::epoll::{File, Kernel, Set, locked};
 use crate::process::{self, Session};
@@ -27,7 +27,7 @@ pub(crate) fn least(tcp: &Tcp, state: &Readiness) -> u32 {
     tcp.lowat().min(state.receive_memory / 2).max(1)
 }
 
-/// Position in the stream: bytes that have arrived, ever; the end of the stream counts as one.
+/// Position in the stream: bytes that have arrived in total; the end of the stream counts as one more.
 pub(crate) fn position(tcp: &Tcp, fd: c_int) -> u32 {
     let taken = tcp.taken.load(Ordering::Relaxed);
     match tcp.managed() {
@@ -72,29 +72,29 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
 /// Events of a set that has something to report.
 const READY: u32 = (EPOLLIN | EPOLLRDNORM) as u32;
 
-/// How often the kernel is asked again after registrations were brought in line with moves.
+/// How many times the kernel is asked again after registrations were changed because of moves.
 const ROUNDS: u32 = 4;
 
-/// Who watches a set.
+/// The threads and sets that watch a set.
 #[derive(Default)]
 pub(crate) struct Watchers {
     waiters: Waiters,
-    /// Sets that it is in, with its slot in each; and their number.
+    /// The sets that contain it, with its slot in each; and their number.
     count: AtomicU32,
     parents: Mutex<Vec<(&'static Set, u32)>>,
-    /// Counts what has happened on the NIC that an edge-triggered registration of the set reports.
+    /// Counts the NIC's events that an edge-triggered registration of this set reports.
     pub(crate) arrivals: AtomicU32,
 }
 
 impl Watchers {
-    /// Whether it is in a set.
+    /// Whether another set contains it.
     pub(crate) fn has_parents(&self) -> bool {
         self.count.load(Ordering::SeqCst) > 0
     }
 }
 
-/// Wakes who polls a set, and marks it in the sets that it is in, since something has happened in it. The caller may
-/// hold the lock of the session's events.
+/// Wakes the threads that poll a set, and marks it in the sets that contain it, since it has a new event. The caller
+/// may hold the lock of the session's events.
 pub(crate) fn tell(set: &Set) {
     set.watchers.waiters.wake();
     if set.watchers.has_parents() {
@@ -102,27 +102,27 @@ pub(crate) fn tell(set: &Set) {
     }
 }
 
-/// Prepares the sets that a set is in for connections on the NIC.
+/// Prepares the sets that contain this set for connections on the NIC.
 pub(crate) fn prepare_parents(set: &Set) {
-    // With a copy of the list: whoever needs both locks takes that of a set's interest first.
+    // The list is copied and unlocked: in the lock order a set's interest comes before this list.
     let parents = locked(&set.watchers.parents).clone();
     parents.iter().for_each(|(parent, _)| parent.prepare_for_nic());
 }
 
-/// What is woken when anything happens in the set.
+/// The waiters that are woken at each event of the set.
 pub(crate) fn waiters(set: &Set) -> &Waiters {
     &set.watchers.waiters
 }
 
-/// Notes that a set is in another one, which has its lock. Of one that belongs to several processes the kernel reports
-/// everything.
+/// Records that `parent`, whose lock is held, now contains this set. Does nothing for a set that several processes
+/// share, of which the kernel alone reports.
 pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
     if set.is_inherited() {
         return;
     }
     locked(&set.watchers.parents).push((parent, slot));
     if set.watchers.count.fetch_add(1, Ordering::SeqCst) == 0 {
-        // Only what arrives from now on is reported to the outer set as new.
+        // Events up to now count as reported: only later ones are new to the outer set.
         set.with_interest(|interest, kernel| {
             let slots: Vec<u32> = interest.files().map(|(slot, _)| slot).collect();
             slots.into_iter().for_each(|slot| _ = interest.has_news(kernel, slot));
@@ -142,7 +142,8 @@ pub(crate) fn remove_parent(set: &Set, parent: &Set, slot: u32) {
     }
 }
 
-/// Handles the closing of one of several descriptors of a set: what is registered under it stays.
+/// Handles the closing of one of several descriptors of a set. As in the kernel, a registration under that descriptor
+/// stays.
 pub(crate) fn remove_number(set: &'static Set, fd: c_int) {
     let parents = locked(&set.watchers.parents).clone();
     for (parent, slot) in parents {
@@ -150,8 +151,8 @@ pub(crate) fn remove_number(set: &'static Set, fd: c_int) {
     }
 }
 
-/// Handles the closing of a set's last descriptor, before it is closed. Where another process has one the kernel goes
-/// on reporting it.
+/// Handles the closing of a set's last descriptor, before it is closed. If another process has a descriptor of it, the
+/// kernel continues to report it.
 pub(crate) fn leave_parents(set: &'static Set) {
     let parents = std::mem::take(&mut *locked(&set.watchers.parents));
     set.watchers.count.fetch_sub(parents.len() as u32, Ordering::AcqRel);
@@ -160,8 +161,8 @@ pub(crate) fn leave_parents(set: &'static Set) {
     }
 }
 
-/// Leaves a set, and those in it, to the kernel, which alone can report to several processes: another one is about to
-/// have it.
+/// Gives a set, and those in it, to the kernel: another process is about to share it, and only the kernel can report to
+/// several processes.
 pub(crate) fn share(set: &'static Set) {
     if set.is_inherited() {
         return;
@@ -176,7 +177,7 @@ pub(crate) fn share(set: &'static Set) {
             File::Set(inner) => share(inner),
         }
     }
-    // Only now: a restore may take long, and a number that is closed meanwhile may be another file's.
+    // Read only after the restores: they may take long, and a descriptor that is closed meanwhile may be reused.
     let fds = locked(&set.fds).clone();
     let Some(epfd) = fds.first().copied() else { return };
     set.leave_to_kernel();
@@ -185,7 +186,7 @@ pub(crate) fn share(set: &'static Set) {
     fds.into_iter().for_each(|fd| table::put(fd, Some(table::File::Set(set))));
 }
 
-/// Whether something has happened in a set since it was last looked at, such as a move while the kernel was asked.
+/// Whether a set was marked since it was last checked, for example because of a move while the kernel was asked.
 pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
     if let Some(session) = session {
         session.shared.catch_up(thread::token());
@@ -193,10 +194,11 @@ pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
     set.any_marked.load(Ordering::SeqCst)
 }
 
-/// Handles what the session's doorbell rings for, in a thread that comes back from a set. The doorbell wakes one thread
-/// of those that sleep in sets (EPOLLEXCLUSIVE): if it was this one, it may come back for something else, with no room
-/// for the doorbell's event, or be leaving the call by a jump. Other threads still wait for what the doorbell was rung
-/// for. The doorbell is cleared here, too: it is not rung again before, and this thread may never sleep again.
+/// Reads the session's events, in a thread that returns from a set. The doorbell wakes one of the threads that sleep in
+/// sets (EPOLLEXCLUSIVE). That may have been this thread without its seeing so: its array may have had no room for the
+/// doorbell's event, or it is leaving the call by a jump. Other threads still wait for the events that the doorbell was
+/// rung for. The doorbell is cleared, too, since the NIC does not ring it again before that, and this thread may never
+/// sleep again.
 pub(crate) fn pass_on(session: Option<&Session>) {
     let errno = thread::errno();
     if let Some(session) = session {
@@ -205,16 +207,16 @@ pub(crate) fn pass_on(session: Option<&Session>) {
     thread::set_errno(errno);
 }
 
-/// Why what was found in a set may not be all.
+/// Why a set may have events that were not found.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Doubt {
-    /// A connection that is being moved, of which nothing is known yet.
+    /// A connection that is being moved, whose events cannot be read yet.
     pub moving: Option<&'static Tcp>,
-    /// A registration was brought in line, of which the kernel's set may report something only now.
+    /// A registration was changed because of a move; the kernel's set may report its events only from now on.
     pub renewed: bool,
 }
 
-/// Events of a set that connections on the NIC are the reason of.
+/// Events of a set that are due to connections on the NIC.
 pub(crate) fn of_set(set: &'static Set, doubt: &mut Doubt) -> u32 {
     if set.is_inherited() {
         return 0;
@@ -233,8 +235,8 @@ pub(crate) fn of_set(set: &'static Set, doubt: &mut Doubt) -> u32 {
     if is_ready { READY } else { 0 }
 }
 
-/// Adds a set and those in it to a list, but for those of several processes: nothing is changed in these, and a thread
-/// that is not there may have their locks.
+/// Adds a set and those in it to a list, except those that several processes share: nothing is changed in these, and
+/// their locks may be held by a thread that exists only in the parent.
 fn list(set: &'static Set, all: &mut Vec<(&'static Set, c_int)>) {
     if set.is_inherited() {
         return;
@@ -254,7 +256,7 @@ fn list(set: &'static Set, all: &mut Vec<(&'static Set, c_int)>) {
 /// one is in.
 pub(crate) fn in_kernel(set: &'static Set, doubt: &mut Doubt) -> bool {
     if set.is_inherited() {
-        // The kernel has just said so, and can be asked once more if it is known by which descriptor.
+        // The kernel has just reported this set as readable. It is asked once more if a descriptor of the set is known.
         let epfd = set.fds.try_lock().ok().and_then(|fds| fds.first().copied());
         return epfd.is_none_or(|epfd| wait::reports_now(epfd, POLLIN));
     }
@@ -286,7 +288,7 @@ pub(crate) fn in_kernel(set: &'static Set, doubt: &mut Doubt) -> bool {
     true
 }
 
-/// Makes this library's registrations silent, as far as nobody else needs them.
+/// Clears the doorbell, and the eventfds of those sets in which no thread sleeps.
 fn calm(session: Option<&'static Session>, all: &[(&'static Set, c_int)]) {
     if let Some(session) = session {
         session.shared.clear_bell();
@@ -295,7 +297,7 @@ fn calm(session: Option<&'static Session>, all: &[(&'static Set, c_int)]) {
     for (set, _) in all {
         if set.sleepers.load(Ordering::SeqCst) == 0 {
             set.wake.clear();
-            // One that has fallen asleep since may have been woken by what was cleared.
+            // A thread that has fallen asleep since the check may have needed the signal that was just cleared.
             set.alert();
         }
     }
@@ -313,7 +315,7 @@ fn look(session: Option<&'static Session>, epfd: c_int, all: &[(&'static Set, c_
     // SAFETY: a live array of that length.
     unsafe { real::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, 0) };
     if let (Some(session), true) = (session, fds.get(1).is_some_and(|entry| entry.revents != 0)) {
-        // The thread that waits releases the sets afterwards. Here the caller may hold a set's lock.
+        // Only noted: here the caller may hold a set's lock. The waiting thread leaves the session afterwards.
         session.shared.notice_end(thread::token());
     }
     (fds[0].revents != 0, fds[1..].iter().any(|entry| entry.revents != 0))
@@ -349,8 +351,8 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// A thread of the parent's has had all locks of a set during the fork. They are never released in the child, which
-    /// has the kernel report the set's events.
+    /// A thread of the parent held all locks of a set during the fork, so in the child they are never released. The
+    /// child uses the set without them: the kernel reports its events.
     #[test]
     fn a_set_of_the_parents_is_used_without_its_locks() {
         let new = || -> &'static Set { Box::leak(Box::<Set>::default()) };

@@ -1,7 +1,7 @@
-//! Rings of io_uring(7), by which a program has the kernel make its calls.
+//! Rings of io_uring(7), through which a program submits calls to the kernel.
 //!
-//! What a program submits lies in memory that it shares with the kernel. Where the library sees each submission, since
-//! the program makes it by the C library's `syscall` and no thread of the kernel's polls the ring, it reads the entries
+//! The entries that a program submits are in memory that it shares with the kernel. If the program submits them by the
+//! C library's `syscall`, and no kernel thread polls the ring, the library sees each submission, and reads the entries
 //! before the kernel does:
 //!
 //! - epoll_ctl(2) for a tracked socket or set is made here, so that the library's model of the set has it, and the
@@ -9,11 +9,12 @@
 //!   descriptor so. One that fails is left for the kernel, which finds the same error, and is submitted before the next
 //!   one is looked at.
 //! - A connection that any other entry names, or that is registered with a ring, is restored and stays in the kernel.
-//! - Where this cannot be told, every connection of the process stays in the kernel, which `baton ls` says.
+//! - If the library cannot read a ring's entries, every connection of the process stays in the kernel, and `baton ls`
+//!   says so.
 //!
 //! The program can write entries at any time, also after they were read here: that harms only itself. Its numbers are
-//! bounded before they are used. No entry reaches the kernel that was not looked at: never more are submitted than were
-//! read, one thread at a time.
+//! bounded before they are used. No entry reaches the kernel unread: at most as many are submitted as were read, by one
+//! thread at a time.
 
 use crate::sections::Section;
 use crate::table::{self, File};
@@ -27,7 +28,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// The cause for restoring connections, in lists.
 const CAUSE: &str = "io_uring";
 
-/// Flags of a ring that leave its submissions as they are read here: all that Linux 6.18 knows but IORING_SETUP_SQPOLL,
+/// Flags with which a ring's submissions can be read here: all that Linux 6.18 knows except IORING_SETUP_SQPOLL,
 /// SQ_AFF, NO_MMAP and REGISTERED_FD_ONLY.
 const READABLE: u32 = 0x3_3ff9;
 const SETUP_SUBMIT_ALL: u32 = 1 << 7;
@@ -107,8 +108,8 @@ const EPOLL_CTL: u8 = 29;
 const SPLICES: [u8; 2] = [30, 33];
 /// Flag of a splice: its source is a registered file.
 const SPLICE_FROM_FIXED: u32 = 1 << 31;
-/// Operations whose `fd` is no descriptor of a connection's: NOP, POLL_REMOVE, TIMEOUT and its relatives, ASYNC_CANCEL,
-/// buffers, MSG_RING, SOCKET, WAITID, FUTEX, FIXED_FD_INSTALL.
+/// Operations whose `fd` never names a connection: NOP, POLL_REMOVE, TIMEOUT and its relatives, ASYNC_CANCEL, buffers,
+/// MSG_RING, SOCKET, WAITID, FUTEX, FIXED_FD_INSTALL.
 const NAMELESS: [u8; 16] = [0, 7, 11, 12, 14, 15, 31, 32, 40, 45, 50, 51, 52, 53, 54, 20];
 
 /// Operations of io_uring_register(2).
@@ -116,8 +117,8 @@ const REGISTER_FILES: u32 = 2;
 const REGISTER_FILES_UPDATE: u32 = 6;
 const REGISTER_FILES2: u32 = 13;
 const REGISTER_FILES_UPDATE2: u32 = 14;
-/// Those that concern neither descriptors nor how entries are submitted: buffers, eventfds, probes, personalities,
-/// workers, cancellation.
+/// Operations of io_uring_register(2) that concern neither descriptors nor the way in which entries are submitted:
+/// buffers, eventfds, probes, personalities, workers, cancellation.
 const REGISTER_OTHERS: [u32; 28] =
     [0, 1, 3, 4, 5, 7, 8, 9, 10, 12, 15, 16, 17, 18, 19, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 34];
 /// Most files of a ring (Linux, IORING_MAX_FIXED_FILES).
@@ -161,14 +162,14 @@ pub(crate) struct Ring {
     tail: usize,
     completed_head: usize,
     completed_tail: usize,
-    /// The array of indices; None if entries are taken as they lie.
+    /// Offset of the array of indices; None if the kernel takes the entries in the order of the ring.
     array: Option<usize>,
     mask: u32,
-    /// An entry that the kernel cannot take does not end a submission.
+    /// An entry with an error does not end a submission (IORING_SETUP_SUBMIT_ALL).
     submits_all: bool,
     /// log2 of an entry's bytes.
     shift: u32,
-    /// Descriptors that name it.
+    /// Number of descriptors of this ring.
     names: AtomicU32,
     /// Whether it is open. Held while entries are read and submitted.
     open: Lock<bool>,
@@ -180,19 +181,20 @@ unsafe impl Sync for Ring {}
 // SAFETY: the mappings are not bound to a thread, and stay until the ring is closed, whichever thread does that.
 unsafe impl Send for Ring {}
 
-/// What becomes of an entry.
+/// How an entry is handled.
 enum Judged {
-    /// The kernel's, as it is.
+    /// The kernel gets it unchanged.
     Kernels,
-    /// It has been made here: it is to do nothing.
+    /// Its call was made here with success: the kernel gets an entry that does nothing in its place.
     Made,
-    /// Made here without success: the kernel is to find the same error, before anything else is made.
+    /// Its call was made here and failed: the kernel gets it unchanged, so that it reports the same error, before the
+    /// next entry is handled.
     Failed,
-    /// The same with an error with which the kernel submits no further entries.
+    /// As `Failed`, with an error after which the kernel submits no further entries.
     Ends,
 }
 
-/// Whether this process's rings are looked at: it may have connections on the NIC.
+/// Whether this process's rings have to be read, since it may have connections on the NIC.
 fn are_watched() -> bool {
     process::plan().is_some() && !process::is_closed_for_good() && process::is_mine()
 }
@@ -228,12 +230,12 @@ pub(crate) fn enter(fd: c_int, count: u32, least: u32, flags: u32, call: impl Fn
         drop(section);
         return call(count, least, flags);
     };
-    // What is only waited for is waited for outside of the lock and the section.
+    // Submit without waiting; the wait for completions follows outside of the lock and the section.
     let submitted = ring.submit(count, |count, is_last| call(count, 0, if is_last { flags } else { flags & !ENTER_GETEVENTS }));
     drop(section);
     match submitted {
         None => call(count, least, flags),
-        // As in the kernel: without all of them nothing is waited for.
+        // As in the kernel: a call that has not submitted all entries does not wait.
         Some(done) if done != c_long::from(count) || flags & ENTER_GETEVENTS == 0 || ring.has_completed(least) => done,
         Some(done) => {
             call(0, least, flags);
@@ -256,13 +258,13 @@ pub(crate) fn register(operation: u32, argument: *const c_void, count: u32) {
         REGISTER_FILES2 => leave_all_to_kernel(word(2) as *const c_int, word(0) as u32),
         REGISTER_FILES_UPDATE2 => leave_all_to_kernel(word(1) as *const c_int, word(3) as u32),
         other if REGISTER_OTHERS.contains(&other) => {}
-        // Among them those by which a ring is entered without its descriptor, resized, or may refuse an entry that does
-        // nothing.
+        // Any other operation, such as those by which a ring is entered without its descriptor, is resized, or may
+        // refuse an entry that does nothing.
         _ => process::close_for_good(Native::IoUring),
     }
 }
 
-/// Restores what a list of descriptors names.
+/// Restores the sockets of a list of descriptors, for good.
 fn leave_all_to_kernel(list: *const c_int, count: u32) {
     const PIECE: usize = 64;
     let mut piece = [-1; PIECE];
@@ -276,7 +278,7 @@ fn leave_all_to_kernel(list: *const c_int, count: u32) {
     }
 }
 
-/// Restores what a descriptor names, for good: the kernel alone uses it.
+/// Restores the socket of a descriptor for good, since the kernel will use it past this library.
 fn leave_to_kernel(fd: c_int) {
     udp::give_back(fd);
     match table::get(fd) {
@@ -285,7 +287,7 @@ fn leave_to_kernel(fd: c_int) {
             listening::leave_for_good(tcp);
         }
         Some(File::Set(set)) => {
-            // It is waited for where no library sees it.
+            // The set is waited for in a ring, which this library cannot see.
             process::close_for_good(Native::IoUring);
             set.leave_to_kernel();
         }
@@ -293,7 +295,7 @@ fn leave_to_kernel(fd: c_int) {
     }
 }
 
-/// Handles an entry that the kernel is about to make. `follows`: it waits for the one before.
+/// Handles an entry that is about to be submitted. `follows`: it is linked to the entry before it, and runs after that.
 fn judge(entry: &Entry, follows: bool) -> Judged {
     let is_named = entry.flags & FIXED_FILE == 0;
     match entry.opcode {
@@ -310,7 +312,7 @@ fn judge(entry: &Entry, follows: bool) -> Judged {
     Judged::Kernels
 }
 
-/// An entry that closes a descriptor, without this library's knowledge of when.
+/// Handles an entry that closes a descriptor. The library does not see when the kernel does so.
 fn close(fd: c_int) {
     leave_to_kernel(fd);
     match table::get(fd) {
@@ -330,7 +332,7 @@ fn control(entry: &Entry, follows: bool) -> Judged {
     let is_plain = entry.flags & !(ASYNC | SKIPS_SUCCESS | LINKS) == 0
         && (entry.priority, entry.buffer, entry.personality, entry.other) == (0, 0, 0, 0);
     if follows || !is_plain {
-        // The kernel decides when it is made, and whether.
+        // The kernel decides when the call is made, and whether.
         if let (Some(set), Some(tcp)) = (table::set_of(set), table::tcp(fd)) {
             set.release_number(fd, tcp);
         }
@@ -340,7 +342,7 @@ fn control(entry: &Entry, follows: bool) -> Judged {
     // SAFETY: the entry stands for the program's own call.
     match unsafe { calls::epoll_ctl(set, entry.length as c_int, fd, entry.address as *mut libc::epoll_event) } {
         0 => Judged::Made,
-        // It reads the event when it takes the entry, and stops at what it cannot take.
+        // The kernel reads the event while it submits the entry; with EFAULT it submits no further entries.
         _ if thread::errno() == libc::EFAULT => Judged::Ends,
         _ => Judged::Failed,
     }
@@ -390,7 +392,8 @@ impl Ring {
         open.is_some_and(|open| *open && self.load(self.completed_tail).wrapping_sub(self.load(self.completed_head)) >= least)
     }
 
-    /// The place of the entry at a position in the queue. None if the program's index is none: the kernel drops it.
+    /// The place of the entry at a position in the queue. None if the program's index is out of range: the kernel drops
+    /// such an entry.
     fn place(&self, position: u32) -> Option<*mut Entry> {
         let slot = position & self.mask;
         let index = match self.array {
@@ -401,8 +404,9 @@ impl Ring {
         (index <= self.mask).then(|| unsafe { self.entries.base.add((index as usize) << self.shift).cast() })
     }
 
-    /// Handles the next `count` entries, and has the kernel submit them by `call`: so many, and whether these are the
-    /// last. Returns how many were submitted, or -1 with errno. None in a signal handler that has interrupted this.
+    /// Handles the next `count` entries, and has the kernel submit them by `call`, whose arguments are a number of
+    /// entries and whether these are the last. Returns how many were submitted, or -1 with errno. None in a signal
+    /// handler that has interrupted this function.
     fn submit(&self, count: u32, call: impl Fn(u32, bool) -> c_long) -> Option<c_long> {
         let open = self.open.lock(thread::token())?;
         if !*open {
@@ -419,8 +423,8 @@ impl Ring {
                 Judged::Kernels => {}
                 Judged::Made => {
                     let nothing = Entry { flags: entry.flags, fd: -1, data: entry.data, ..Entry::default() };
-                    // SAFETY: an entry inside the mapping, which the program has given to whoever submits it: it does
-                    // not use it meanwhile.
+                    // SAFETY: an entry inside the mapping, which the program does not access between queueing and
+                    // submission.
                     unsafe { place.write_volatile(nothing) };
                 }
                 judged @ (Judged::Failed | Judged::Ends) => {
@@ -446,7 +450,8 @@ impl Ring {
         self.names.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Handles the closing of a descriptor, before it is closed. The mappings would keep the ring open.
+    /// Handles the closing of a descriptor, before it is closed. With the last one the mappings are removed, which
+    /// would keep the ring open.
     pub fn remove_fd(&self, fd: c_int) {
         table::put(fd, None);
         if self.names.fetch_sub(1, Ordering::AcqRel) == 1
@@ -458,7 +463,8 @@ impl Ring {
         }
     }
 
-    /// The same ring in a child of fork, where another thread of the parent's may have the lock for ever.
+    /// A new object for the same ring in a child of fork, since the old lock may have been held by another thread of
+    /// the parent.
     fn inherited(&self) -> &'static Ring {
         let same = |memory: &Memory| Memory { base: memory.base, length: memory.length };
         Box::leak(Box::new(Ring {

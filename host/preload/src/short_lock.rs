@@ -1,11 +1,12 @@
-//! Locks of pools, and of lists of this library's own descriptors. Whoever holds one waits for nothing but the
+//! Locks of pools, and of lists of this library's own descriptors. The holder of such a lock waits for nothing but the
 //! allocator, a system call that returns at once, or another of these locks; two of them are taken in the order in
 //! which a fork takes all.
 //!
-//! A fork waits until it has each: a child that found one locked could never take it. Its holder may be slow, since it
-//! is preempted, or its control group has no processor time left. But it may be the forking thread itself, interrupted
-//! by a signal whose handler forks. So each thread counts the locks that it has or waits for. It counts before it asks
-//! for one, so that no moment of the interrupted part is missed.
+//! A fork waits until it has each: a child that found one locked could never take it. The holder may be slow, because
+//! it was preempted or its control group has no processor time left. But the holder may also be the forking thread
+//! itself, if a signal handler has interrupted it and forks. To tell the two apart each thread counts the locks that it
+//! has or waits for. It counts a lock before it tries to take it, so the count is right wherever a signal interrupts
+//! it.
 
 use crate::{thread, wait, whole};
 use baton_ring::{Lock, LockGuard, give_way};
@@ -23,7 +24,7 @@ pub(crate) type Held = Option<Box<dyn Any>>;
 /// A lock that is never held for long.
 pub(crate) struct ShortLock<T>(Lock<T>);
 
-/// Access to what a lock guards. The fields are dropped in this order: the thread counts until the lock is free.
+/// Access to the locked value. The fields are dropped in this order, so the thread counts the lock until it is free.
 #[clippy::has_significant_drop]
 pub(crate) struct Guard<'a, T> {
     guard: LockGuard<'a, T>,
@@ -115,7 +116,8 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    /// A thread holds the lock for longer than a fork waits for its own thread: the fork waits until it is free.
+    /// Another thread holds the lock for longer than a fork waits for a lock of its own thread: the fork waits until it
+    /// is free.
     #[test]
     fn a_fork_waits_for_another_threads_lock() {
         static LOCK: ShortLock<u32> = ShortLock::new(0);
@@ -138,7 +140,8 @@ mod tests {
         assert!(LOCK.try_lock().is_some());
     }
 
-    /// A handler that forks has interrupted its thread where that holds the lock: the fork goes on without.
+    /// A signal handler that forks has interrupted its own thread while it held the lock: the fork continues without
+    /// the lock.
     #[test]
     fn a_fork_does_not_wait_for_its_own_lock() {
         static LOCK: ShortLock<u32> = ShortLock::new(0);

@@ -3,12 +3,13 @@
 //! The kernel's handler of each signal that the program handles is this library's, with the program's mask and flags.
 //! It calls the program's, unless it interrupts a part of the library that must stay whole ([`crate::whole`]): then the
 //! signal is sent to this thread once more, as it was, and all signals are blocked until the end of that part. So the
-//! kernel delivers it there, on the stack and with the mask that the program has asked for. A real-time signal, which
-//! would come to stand behind others of its number in the queue, is kept by the thread, which calls the handler itself
-//! then; so is one for which the queue has no room. sigaction shows the program's own action.
+//! kernel delivers it there, on the stack and with the mask that the program has asked for. A real-time signal would be
+//! queued behind later ones of its number; so the thread keeps it, and calls the handler itself at the end of the part.
+//! It does the same with a signal for which the kernel's queue has no room. sigaction shows the program's own action.
 //!
-//! Not so: the signals that report faults ([`FAULTS`]), which run at once, and are the kernel's own business but for
-//! those in [`crate::faults`]; and handlers that the program sets by a system call of its own.
+//! This does not apply to the signals that report faults ([`FAULTS`]), whose handlers run at once and, except those in
+//! [`crate::faults`], are set in the kernel directly; nor to handlers that the program sets by a system call of its
+//! own.
 
 use crate::whole::{self, Here, Whole};
 use crate::{cancelling, leaving, process, real, sections, thread};
@@ -23,7 +24,8 @@ const FAULTS: [c_int; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIG
 const SIGNALS: usize = 65;
 
 /// The program's handler of each signal for which the kernel has this library's: its address, with [`TAKES_INFO`] and
-/// [`RESTARTS`]. It stays when the action becomes another one: the signal may have come before.
+/// [`RESTARTS`]. An entry stays when the program changes the action to one without a handler, since the signal may have
+/// been deferred before.
 static HANDLERS: [AtomicU64; SIGNALS] = [const { AtomicU64::new(0) }; SIGNALS];
 
 /// SA_SIGINFO, which the kernel's action always has.
@@ -31,7 +33,7 @@ const TAKES_INFO: u64 = 1 << 63;
 /// SA_RESTART.
 const RESTARTS: u64 = 1 << 62;
 
-/// A thread changes an action: kernel and [`HANDLERS`] do not agree.
+/// A thread is changing an action: kernel and [`HANDLERS`] may differ.
 static CHANGING: AtomicBool = AtomicBool::new(false);
 
 /// The first real-time signal of the kernel's.
@@ -40,7 +42,8 @@ const FIRST_REAL_TIME: c_int = 32;
 /// Bytes of the kernel's signal sets.
 const SET_BYTES: c_long = 8;
 
-/// The signals that are blocked while one is deferred: all but faults, and those that the C library has for itself.
+/// The signals that are blocked while one is deferred: all but those that report faults, and those that the C library
+/// uses itself.
 const fn blocked() -> u64 {
     let (mut set, mut at) = (!(0b11 << 31), 0);
     while at < FAULTS.len() {
@@ -54,7 +57,8 @@ const fn blocked() -> u64 {
 pub(crate) fn deliver(here: &Here, mask: u64) {
     let kept = here.kept.swap(0, Ordering::Relaxed);
     if kept != 0 {
-        // A handler of the kernel's would have run before the C library sets errno.
+        // If the kernel had run the handler, it would have run before the C library sets errno: keep errno as it is
+        // now.
         let errno = thread::errno();
         // SAFETY: `keep` has filled it.
         let mut info = unsafe { (*here.description.get()).assume_init_read() };
@@ -71,7 +75,7 @@ pub(crate) fn block_deferrable(set: &mut libc::sigset_t) {
     unsafe { *std::ptr::from_mut(set).cast::<u64>() |= blocked() };
 }
 
-/// The mask of what a handler has interrupted.
+/// The signal mask of the code that a handler has interrupted.
 ///
 /// # Safety
 /// The handler's argument.
@@ -80,7 +84,7 @@ pub(crate) unsafe fn mask_in(context: *mut c_void) -> u64 {
     unsafe { (&raw const (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>().read() }
 }
 
-/// Sets the thread's mask to what it is in a handler, where it was `before`.
+/// Sets the mask that the thread has in this action's handler, if its mask was `before`.
 pub(crate) fn mask_as_in_handler(signal: c_int, action: &sigaction, before: u64) {
     let itself = if action.sa_flags & libc::SA_NODEFER == 0 { 1 << (signal - 1) } else { 0 };
     // SAFETY: the kernel uses the first word of a set, and a set is aligned to a word.
@@ -113,7 +117,7 @@ fn entry(programs: &sigaction) -> u64 {
     programs.sa_sigaction as u64 | flag(libc::SA_SIGINFO, TAKES_INFO) | flag(libc::SA_RESTART, RESTARTS)
 }
 
-/// The action that the program sees, where the kernel has this one.
+/// The program's own action, if the kernel has this one.
 fn programs(kernels: &sigaction, entry: u64) -> sigaction {
     if kernels.sa_sigaction != ours() {
         return *kernels;
@@ -142,7 +146,8 @@ impl Drop for Changing {
     }
 }
 
-/// Forgets the parent's threads, in a child, and the signal that is kept for its parent.
+/// In a child: another thread's change of an action has ended with that thread, and the signal that is kept is the
+/// parent's.
 pub(crate) fn forget_inherited() {
     CHANGING.store(false, Ordering::Release);
     whole::here().kept.store(0, Ordering::Relaxed);
@@ -167,7 +172,7 @@ pub(crate) unsafe fn change(signal: c_int, new: *const sigaction, old: *mut siga
     let here = process::plan().is_some() && !process::is_borrowed();
     let changing = here.then(Changing::begin);
     let before = known.load(Ordering::Relaxed);
-    // A system call of the program's own has shown it the kernel's.
+    // The program may have read the kernel's action by a system call of its own, and pass it here.
     let next = next.map(|next| programs(&next, before));
     let handler = next.filter(|next| here && is_handler(next));
     if let Some(handler) = &handler {
@@ -225,7 +230,7 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     unsafe { run(signal, info, context) };
 }
 
-/// Calls the program's handler. Nothing is to be done after it: it may leave by longjmp, and by ending its thread.
+/// Calls the program's handler. Nothing may follow the call: the handler may leave by longjmp, or by ending its thread.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -248,9 +253,9 @@ unsafe fn run(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     }
 }
 
-/// Sends the signal to this thread once more, or keeps it, and blocks all until the part that it has interrupted has
-/// ended. False if it can neither be sent, since the program has as many waiting signals as it may, nor kept, since
-/// another one is.
+/// Sends the signal to this thread once more, or keeps it, and blocks all signals until the interrupted part has ended.
+/// False if it cannot be sent, because the program has reached its limit of pending signals, and cannot be kept,
+/// because another signal is.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -264,7 +269,7 @@ unsafe fn defer(here: &Here, signal: c_int, info: *mut siginfo_t, context: *mut 
     let deferred = unsafe {
         let (set, old) = ((&raw const all) as c_long, (&raw mut during) as c_long);
         real::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK.into(), set, old, SET_BYTES, 0, 0);
-        // Real-time signals are handled in the order in which they were sent: others may stand in the queue already.
+        // Real-time signals have to be handled in the order in which they were sent, and others may be queued already.
         signal >= FIRST_REAL_TIME && keep(here, signal, info) || send_again(signal, info) || keep(here, signal, info)
     };
     if deferred {
@@ -277,8 +282,8 @@ unsafe fn defer(here: &Here, signal: c_int, info: *mut siginfo_t, context: *mut 
     deferred
 }
 
-/// Sends the signal to this thread once more, for when what it has interrupted, a handler, has returned. False if it
-/// cannot be sent.
+/// Sends the signal to this thread once more and blocks it until the handler that it has interrupted has returned.
+/// False if it cannot be sent.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -318,7 +323,7 @@ unsafe fn send_again(signal: c_int, info: *const siginfo_t) -> bool {
     }
 }
 
-/// Keeps the signal until the end of the part. False if another one is kept.
+/// Keeps the signal in this thread until the end of the part. False if another signal is kept.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -353,7 +358,7 @@ unsafe fn run_kept(signal: c_int, info: &mut siginfo_t, mask: u64) {
     }
 }
 
-/// Sets the action again, which was for one signal only (SA_RESETHAND): it has not been handled yet.
+/// Sets an action with SA_RESETHAND again: the kernel has reset it, but the signal was only deferred.
 ///
 /// # Safety
 /// `signal` is a signal with a handler.
@@ -378,8 +383,8 @@ pub(crate) fn note(flags: c_int) {
     here.interrupted.fetch_add(u32::from(flags & libc::SA_RESTART == 0), Ordering::Relaxed);
 }
 
-/// How many handlers had run in this thread when a call began, or when it fell asleep. The handler that has run decides
-/// whether a call that sleeps here goes on (SA_RESTART), and ppoll(2) only says that one has.
+/// How many handlers had run in this thread when a call began, or when it fell asleep. A sleeping call continues or
+/// fails by the flags of the handler that has run (SA_RESTART), and ppoll(2) only says that some handler has run.
 #[derive(Clone, Copy)]
 pub(crate) struct Mark {
     handled: u32,
@@ -387,21 +392,21 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// Now.
+    /// The counts at this moment.
     #[inline]
     pub fn now() -> Mark {
         let here = whole::here();
         Mark { handled: here.handled.load(Ordering::Relaxed), interrupted: here.interrupted.load(Ordering::Relaxed) }
     }
 
-    /// Whether a handler has run since that ends a call with EINTR: any, or, if the call may be `restarted`, one
-    /// without SA_RESTART.
+    /// Whether a handler that ends the call with EINTR has run since: any handler, or, if the call may be `restarted`,
+    /// one without SA_RESTART.
     pub fn is_over(self, restarted: bool) -> bool {
         let now = Mark::now();
         if restarted { now.interrupted != self.interrupted } else { now.handled != self.handled }
     }
 
-    /// Begins anew after handlers with SA_RESTART: the call does.
+    /// Ignores the handlers with SA_RESTART that have run so far, since the call has been restarted.
     pub fn restart(&mut self) {
         let now = Mark::now();
         if now.interrupted == self.interrupted {
@@ -409,15 +414,16 @@ impl Mark {
         }
     }
 
-    /// The same as [`Mark::is_over`], where the kernel has said that a handler has run since, which may not be counted.
+    /// As [`Mark::is_over`], after the kernel has returned EINTR: a handler has run, perhaps one that this library does
+    /// not count.
     pub fn is_over_by_kernel(self, restarted: bool) -> bool {
         let restarts = || if self.is_over(false) { !self.is_over(true) } else { uncounted_restart() };
         leaving::is_leaving() || !restarted || !restarts()
     }
 }
 
-/// Whether all handlers that are not counted have SA_RESTART: those that the program has set by a system call of its
-/// own.
+/// Whether all handlers that this library does not count, since the program has set them by a system call of its own,
+/// have SA_RESTART.
 #[cold]
 fn uncounted_restart() -> bool {
     (1..SIGNALS as c_int).all(|signal| {

@@ -1,5 +1,5 @@
-//! A TCP socket of the program's. At first it is left to the kernel and its traffic is counted; once its rule matches,
-//! the agent manages it, and it can move.
+//! A TCP socket of the program's. At first the socket is left to the kernel and its traffic is counted; once its rule
+//! matches, the agent manages it, and its connection can move.
 
 mod lifecycle;
 mod plan;
@@ -38,23 +38,24 @@ const NEVER: u64 = u64::MAX;
 const REQUESTS: u64 = 1 << 63;
 const UNPLANNED: u64 = u64::MAX - 1;
 
-/// How often the agent is asked to restore a connection. Each time it waits 20 ms for the program's threads to leave
-/// their operations.
+/// How many times the agent is asked to restore a connection. Each time the agent waits 20 ms for the program's threads
+/// to leave their operations.
 const ATTEMPTS: u32 = 20;
 
-/// Longest sleep until the end of a move, which is seen at once; then the agent's own end is looked for. Much shorter,
-/// and the threads that wait for many moves would take the processors from the agent, which makes them.
+/// Longest sleep while a thread waits for the end of a move. The end of the move wakes the thread at once; after this
+/// time it checks whether the agent has ended. If this were much shorter, threads that wait for many moves would take
+/// the processors from the agent, which makes the moves.
 const MOVES: Duration = Duration::from_millis(10);
 
-/// The same for a thread that waits for other connections, too.
+/// As `MOVES`, for a thread that waits for other connections at the same time.
 const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
-/// The same while a program is started.
+/// Reason for restoring connections while another program is started.
 pub(crate) const START: &str = "spawn";
-/// Whether the agent has been told that this process has connections on which receiving returns more than bytes. Once
-/// is enough.
+/// Whether the agent was told that this process has connections on which a receive returns more than bytes; it is told
+/// once.
 static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
 
 /// How a socket came to be connected.
@@ -64,7 +65,8 @@ pub(crate) enum Origin {
     Connected,
 }
 
-/// The session's [`Connection`] that represents a socket, for one of its connections after another.
+/// The [`Connection`] that represents a socket in a session. The same object serves the socket's connections one after
+/// another.
 struct Link {
     connection: Arc<Connection>,
     session: &'static Session,
@@ -74,12 +76,12 @@ struct Link {
 #[repr(align(64))]
 pub(crate) struct Tcp {
     handover: HandOver,
-    /// Generation: counts the connections that it has represented. A late thread of a closed connection sees that it
-    /// has changed.
+    /// Generation: counts the connections that this object has represented. A late thread of a closed connection sees
+    /// that the generation has changed.
     generation: AtomicU32,
-    /// The last generation that was left to the kernel while its descriptors stayed open.
+    /// The last generation that was given to the kernel for good while its descriptors stayed open.
     left: AtomicU32,
-    /// Link to the session that it was in last; null if none.
+    /// Link to the session that the socket was in last; null if none.
     link: AtomicPtr<Link>,
     /// The same link while the agent manages the socket, else null.
     managed: AtomicPtr<Link>,
@@ -87,29 +89,29 @@ pub(crate) struct Tcp {
     plain: AtomicPtr<Link>,
     /// SO_RCVLOWAT in bytes.
     lowat: AtomicU32,
-    /// Bytes that the program has received, ever (wraps).
+    /// Bytes that the program has received in total (wraps).
     pub taken: AtomicU32,
     /// Number of sends that found no room.
     pub stuck: AtomicU32,
-    /// Number of calls after which the kernel reports again what a socket is ready for, reported before or not.
+    /// Number of calls after which the kernel reports a socket's events again, even if it has reported them before.
     pub rearms: AtomicU32,
-    /// The NIC was to open its connection, and no connect(2) has said yet that it is open: the next one succeeds, as in
-    /// Linux (SS_CONNECTING).
+    /// The NIC was asked to open the connection, and no connect(2) has returned success yet. Once it is established the
+    /// next connect(2) succeeds, as in Linux (SS_CONNECTING).
     pub connecting: AtomicBool,
     plan: AtomicU64,
-    /// Bytes a second that it has to carry to be on the NIC; 0 if it is wanted there whatever it carries.
+    /// Bytes per second that the connection has to carry to be on the NIC; 0 if its traffic does not matter.
     hot_from: AtomicU32,
     bytes: AtomicU64,
     requests: AtomicU32,
     receiving: AtomicBool,
-    /// When a move pays.
+    /// Data for the decision whether a move pays.
     pub worth: Worth,
     accepted: AtomicBool,
-    /// Other processes may have it, too: this one has inherited it, or has started a program.
+    /// Other processes may have the socket, too: this process has inherited it, or has started a program.
     inherited: AtomicBool,
-    /// Number of forks when it was made: see [`note_all_shared`].
+    /// Number of forks when the socket was made: see [`note_all_shared`].
     forks: AtomicU64,
-    /// It stays in the kernel for good, although the agent manages it.
+    /// The connection stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
     /// Held while the agent is asked to restore it, so that such requests reach the agent one after the other.
     /// Otherwise one that allows further moves could be sent after the one that forbids them.
@@ -117,25 +119,25 @@ pub(crate) struct Tcp {
     /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel
     /// nevertheless only delays the hand-over.
     nonblocking: AtomicBool,
-    /// How its calls wait.
+    /// What is known of the options by which the socket's calls wait.
     waiting: Waiting,
-    /// Its negative time limits.
+    /// Which of the socket's time limits are negative.
     pub negative: Negative,
     /// Completions of sends with MSG_ZEROCOPY.
     pub completions: Completions,
     /// Failed attempts to register it with the agent.
     attempts: AtomicU32,
-    /// It listens.
+    /// The socket listens.
     listens: AtomicBool,
     /// The queue of connections that the NIC makes for it; null if the NIC makes none.
     queue: AtomicPtr<Queue>,
-    /// How the agent is asked for it.
+    /// The state of asking the agent for that queue.
     pub asking: Asking,
     fds: Mutex<Vec<c_int>>,
     /// Number of waiters and sets.
     watchers: AtomicU32,
     waiters: Mutex<Vec<Arc<Waiter>>>,
-    /// Sets that it is in, with its slot in each.
+    /// Epoll sets that the socket is in, with its slot in each.
     sets: Mutex<Vec<(&'static Set, u32)>>,
 }
 
@@ -163,7 +165,7 @@ impl Tcp {
         self.linked(&self.managed)
     }
 
-    /// Whether any thread is inside an operation on the connection that it has, or had last.
+    /// Whether any thread is inside an operation on the socket's present or last connection.
     fn is_entered(&self) -> bool {
         self.linked(&self.link).is_some_and(|(connection, _)| connection.is_entered())
     }
@@ -210,16 +212,15 @@ impl Tcp {
         !self.managed.load(Ordering::Acquire).is_null()
     }
 
-    /// Whether a thread hands it over: the agent may be moving it already, although nobody here knows yet that it
-    /// manages it. To be asked before whether it does: where no hand-over has begun, what the kernel has reported is
-    /// true.
+    /// Whether a thread is handing the socket over: the agent may then be moving it already, although it does not count
+    /// as managed here yet. To be called before [`Tcp::is_managed`]: if neither holds, the kernel's answer is valid.
     pub fn is_being_handed_over(&self) -> bool {
         self.handover.state() == State::HandingOver
     }
 
-    /// Whether it may be on the NIC before a call has ended that begins to wait for it now: the agent manages it, or
-    /// another thread may hand it over. One word says both. By two looks a hand-over that ends in between would be
-    /// missed, and the call would wait in the kernel for the shell.
+    /// Whether the connection may go to the NIC during a call that begins to wait for it now: the agent manages it, or
+    /// another thread may hand it over. Both are in one word that is read once. With two reads a hand-over that ends in
+    /// between would be missed, and the call would wait in the kernel for the shell.
     pub fn may_leave_kernel(&self) -> bool {
         match self.handover.state() {
             State::Managed | State::HandingOver => true,
@@ -235,8 +236,9 @@ impl Tcp {
         self.handover.enter()
     }
 
-    /// Whether a call may sleep inside the kernel, which keeps the socket there meanwhile: it stays there anyway, or no
-    /// other thread could hand it over, or the call does not sleep as far as known.
+    /// Whether a call may sleep inside the kernel, although that keeps the socket from being handed over. It may if the
+    /// socket stays in the kernel anyway, if no other thread could hand it over, or if the call is not expected to
+    /// sleep.
     pub fn may_sleep(&self, inside: &Inside<'_>, flags: c_int) -> bool {
         inside.for_good()
             || flags & libc::MSG_DONTWAIT != 0
@@ -255,14 +257,13 @@ impl Tcp {
         self.waiting.forget();
     }
 
-    /// Whether something holds of how its calls wait: known, or asked for. What other processes can change is asked for
-    /// every time.
+    /// Whether `fact` holds for the socket's calls. Calls `asks` if that is not known, and always if another process
+    /// shares the socket and could have changed it.
     pub fn waits(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
         if self.is_shared() { asks() } else { self.waiting.holds(fact, asks) }
     }
 
-    /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it
-    /// since.
+    /// Whether O_NONBLOCK is known to be set. False if another process shares the socket and could have changed it.
     pub fn is_nonblocking(&self) -> bool {
         self.nonblocking.load(RELAXED) && !self.is_shared()
     }
@@ -272,8 +273,8 @@ impl Tcp {
         self.generation.load(RELAXED)
     }
 
-    /// Whether the connection of this generation is the kernel's alone now, and no longer tracked: other threads' calls
-    /// go on there.
+    /// Whether the connection of this generation was given to the kernel for good and is no longer tracked. Calls that
+    /// other threads have begun continue in the kernel.
     pub fn is_left(&self, generation: u32) -> bool {
         self.generation() != generation && self.left.load(RELAXED) == generation
     }
@@ -318,12 +319,12 @@ impl Tcp {
         if process::is_closed_for_good() {
             return process::report_closed();
         }
-        // Nobody waits until another thread has opened the session, or has had its answer from the agent: where
-        // hundreds of threads share few processors each would wait for the others' turns. Its connection works
+        // This thread does not wait for another one that is opening the session, or waits for the agent's answer: among
+        // hundreds of threads on few processors each would wait for all others. The connection works in the kernel
         // meanwhile, and its next operation tries again.
         let Some(session) = process::open_session_at_once() else { return };
         let attempt = self.attempts.fetch_add(1, RELAXED);
-        // After failures it is tried again ever more rarely.
+        // After failures the attempts become ever rarer: at powers of two.
         if attempt > 2 && !attempt.is_power_of_two() {
             return;
         }
@@ -354,7 +355,7 @@ impl Tcp {
                 session.note_socket(connection.number(), Some(self));
                 self.put_into(State::Managed);
                 // A thread that begins to wait after the fence sees that the connection may move; one that waits
-                // already is woken.
+                // already is woken by `changed`.
                 fence(Ordering::SeqCst);
                 self.changed();
                 // Not with the list locked: the lock order is set first, then list.
@@ -365,11 +366,11 @@ impl Tcp {
                     session.shared.suggest(connection.number(), Place::Nic);
                 }
                 if session.shared.has_ended() {
-                    // The session was left before this socket was in its list.
+                    // The session was left before this socket was in its list, and leaving it has missed the socket.
                     self.leave_session();
                 }
             }
-            // It may be possible later: for example, the connection is still being established.
+            // A later attempt may succeed: for example, the connection is still being established.
             Err(error) => {
                 if error.kind() == std::io::ErrorKind::ResourceBusy {
                     self.attempts.fetch_sub(1, RELAXED);
@@ -402,7 +403,7 @@ impl Tcp {
         self.note_origin(Origin::Connected);
         self.made(session);
         self.connecting.store(true, RELAXED);
-        // What was reported of the socket so far was not of this connection.
+        // Events that were reported so far belong to no connection or to an earlier one.
         self.rearm();
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();
@@ -411,8 +412,8 @@ impl Tcp {
         true
     }
 
-    /// Leaves the agent's care, since the NIC could not open its connection: another one can be opened. As the kernel's
-    /// does then, the socket reports anew that it is not connected.
+    /// Unregisters the socket after the NIC could not open its connection, so that it can open another one. Like a
+    /// socket in the kernel it reports again that it is not connected.
     pub fn forget_failed(&'static self) {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
@@ -429,21 +430,21 @@ impl Tcp {
         self.restore(reason, until);
     }
 
-    /// As [`Tcp::give_back`]. Returns false if the connection cannot be in the kernel now: it is on the NIC still.
+    /// As [`Tcp::give_back`]. Returns false if the connection could not be restored and is still on the NIC.
     pub fn restore(&self, reason: &str, until: Until) -> bool {
         self.begin_to_leave(reason, until);
-        // The agent refuses while another thread is inside an operation, which may have been preempted there.
+        // The agent refuses while another thread is inside an operation, and that thread may have been preempted there.
         (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
     }
 
-    /// What comes before the agent is asked to restore it.
+    /// Prepares a restore, before the agent is asked for it.
     fn begin_to_leave(&self, reason: &str, until: Until) {
         let passes = reason == FORK || reason == START;
         if until == Until::Never && !passes {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
         }
-        // Before a hand-over that has begun is waited for: a later one sees it.
+        // Before the wait below: a hand-over that begins later sees the mark.
         if until == Until::Alone || passes {
             self.note_shared();
         }
@@ -469,7 +470,7 @@ impl Tcp {
         done
     }
 
-    /// Restores the connection if both directions have ended: the kernel reports the rest.
+    /// Restores the connection if both directions have ended: the kernel then reports the remaining events.
     pub fn leave_if_over(&self) {
         if self.settled_owner() != Some(Owner::Nic) {
             return;
@@ -487,7 +488,7 @@ impl Tcp {
         self.pinned.load(RELAXED)
     }
 
-    /// Notes that it listens: it is no connection, and never will be.
+    /// Records that the socket listens, and will never be a connection.
     pub fn begin_listening(&self) {
         self.listens.store(true, Ordering::Release);
         self.stay();
@@ -513,34 +514,35 @@ impl Tcp {
         unsafe { last.as_ref() }
     }
 
-    /// Forgets its queue, if it is this one still. Returns whether it was.
+    /// Removes the socket's queue, if it is still `queue`. Returns whether it was.
     pub fn forget_queue(&self, queue: &'static Queue) -> bool {
         let queue = std::ptr::from_ref(queue).cast_mut();
         self.queue.compare_exchange(queue, std::ptr::null_mut(), Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// The connection by which a session is to know this socket's.
+    /// The [`Connection`] that represents this socket's connection in a session.
     pub fn connection_of(&self, session: &'static Session) -> Arc<Connection> {
         self.link_to(session).connection.clone()
     }
 
-    /// Notes that it is the socket of a connection that the NIC has made, which a session knows already.
+    /// Records that this is the socket of a connection that the NIC has made, which the session has registered already.
     pub fn made(&'static self, session: &'static Session) {
         session.note_socket(self.link_to(session).connection.number(), Some(self));
         self.put_into(State::Managed);
         self.changed();
         if session.shared.has_ended() {
-            // The session was left before this socket was in its list.
+            // The session was left before this socket was in its list, and leaving it has missed the socket.
             self.leave_session();
         }
     }
 
-    /// Keeps it in the kernel for good; it is never registered with the agent.
+    /// Keeps the socket in the kernel for good: it is never registered with the agent.
     pub fn stay(&self) {
         self.handover.refuse();
     }
 
-    /// Whether its connection has just been found to be lost. For calls that would not wait.
+    /// Checks whether the session has ended, which loses a connection on the NIC; true only if that was not known
+    /// before. For calls that do not wait, and so would not notice it.
     #[cold]
     pub fn has_ended_just_now(&self) -> bool {
         let Some((connection, session)) = self.managed() else { return false };
@@ -558,8 +560,8 @@ impl Tcp {
         self.handover.settled();
     }
 
-    /// Where the connection is, once it is neither being moved nor handed over. None for a socket that the agent does
-    /// not manage.
+    /// Waits until the connection is neither being moved nor handed over, and returns where it is. None for a socket
+    /// that the agent does not manage.
     pub fn settled_owner(&self) -> Option<Owner> {
         self.settle();
         let (connection, session) = self.managed()?;
@@ -574,7 +576,7 @@ impl Tcp {
         }
     }
 
-    /// Makes a call to the kernel that does not wait, at a time when no move is under way. The call gets the
+    /// Makes a call to the kernel, which must not wait, at a time when no move is under way. The call gets the
     /// connection's owner, if the agent manages it.
     pub fn undisturbed<T>(&self, call: impl Fn(Option<Owner>) -> T) -> T {
         let mut round = 0u32;
@@ -584,15 +586,17 @@ impl Tcp {
             }
             let Some((connection, session)) = self.managed() else { continue };
             if let Some(entered) = session.shared.enter(connection, thread::token()) {
-                // The owner at entry: an agent that waits for this operation to end has set it to moving since.
+                // The owner at entry. The agent may have set the word to moving since; it then waits for this operation
+                // to end.
                 return call(Some(entered.owner));
             }
             if connection.is_inside(thread::token()) {
-                // In a signal handler that interrupted another operation, which keeps moves off.
+                // A signal handler that has interrupted an operation of its own thread. That operation keeps the
+                // connection where it is.
                 return call(Some(connection.owner()));
             }
             self.settled_owner();
-            // One that another thread closes cannot be entered until it has: this thread may keep that one off its
+            // A connection that another thread is closing cannot be entered until it is closed: give that thread the
             // processor.
             give_way(round);
             round = round.saturating_add(1);
@@ -604,7 +608,7 @@ impl Tcp {
         self.handover.state() != State::Refused
     }
 
-    /// Waits until it is neither being moved nor handed over, for a millisecond each at most.
+    /// Waits until the connection is neither being handed over nor moved, at most a millisecond for each.
     pub fn wait_a_little(&self) {
         self.handover.wait_a_little(A_LITTLE);
         if let Some((connection, session)) = self.managed() {

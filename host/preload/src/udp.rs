@@ -1,10 +1,9 @@
 //! UDP sockets whose datagrams the NIC receives and sends (`--offload full`).
 //!
-//! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken
-//! from the NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the
-//! NIC's doorbell beside the socket, with the program's own data. The agent is asked for it when the process first
-//! waits for the socket, receives or sends, once it has a port; where that fails for now it is asked again at a later
-//! call ([`Again`]).
+//! The kernel's socket stays in use as well: a datagram is received from the NIC's ring or else from the socket, and
+//! sent by the NIC or, if the NIC cannot, by the socket. Sets and polls watch the NIC's doorbell beside the socket,
+//! with the program's own data. The agent is asked for the doorbell when the process first waits for the socket,
+//! receives or sends, and the socket has a port. If it refuses for now, a later call asks again ([`Again`]).
 
 use crate::again::Again;
 use crate::call::Call;
@@ -42,14 +41,14 @@ pub(crate) fn end() -> usize {
     END.load(Ordering::Relaxed) as usize
 }
 
-/// Datagrams from the ring after which the kernel's socket is looked at, so that those of the same host get their turn.
+/// Number of datagrams from the ring after which the kernel's socket is tried, so that datagrams of the same host get
+/// their turn.
 const TURN: u32 = 64;
 
-/// Microseconds between looks at a connected socket for an error that the kernel has received for it (ICMP), while it
-/// only sends.
+/// Microseconds between checks of a connected socket that only sends for an error that the kernel has received (ICMP).
 const ERROR_CHECK: u64 = 100;
 
-/// Microseconds for which a sender that does not block waits for room: the NIC empties the ring at once.
+/// Microseconds for which a non-blocking sender waits for room, since the NIC empties the ring soon.
 const ROOM: u64 = 10_000;
 
 /// A UDP socket on the NIC, and the session that it is in.
@@ -63,11 +62,11 @@ struct Taken {
 #[derive(Default)]
 pub(crate) struct Udp {
     taken: Mutex<Option<Taken>>,
-    /// Whether `taken` has anything, for a look without the lock.
+    /// Whether `taken` is set, readable without the lock.
     is_taken: AtomicBool,
-    /// When the agent may be asked for it.
+    /// When the agent may be asked for the rings.
     again: Again,
-    /// Datagrams may wait in the kernel's socket from before it was taken.
+    /// Datagrams may wait in the kernel's socket from the time before the NIC took it.
     kernel_first: AtomicBool,
     received: AtomicU32,
     error_checked: AtomicU64,
@@ -80,7 +79,8 @@ pub(crate) struct Udp {
     sets: Mutex<Vec<(c_int, epoll_event)>>,
 }
 
-/// Drops rings. Their descriptors are free when no thread uses them any more, their memory when no NIC does either.
+/// Drops a socket's rings. Their descriptors are closed when no thread uses them any more, their memory is free when no
+/// NIC uses it either.
 fn drop_rings(taken: Option<Taken>) {
     if let Some(taken) = taken {
         let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
@@ -92,7 +92,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The UDP socket behind a descriptor. None in a child of vfork(2), as in [`crate::table`]: there it is restored.
+/// The UDP socket behind a descriptor. In a child of vfork(2) the socket is restored and this returns None, as in
+/// [`crate::table`].
 #[inline]
 pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
     let found = entry(fd)?;
@@ -103,7 +104,7 @@ pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
     Some(found)
 }
 
-/// The entry of a descriptor; in a child of vfork(2): its parent's.
+/// The entry of a descriptor; in a child of vfork(2) the parent's.
 #[inline]
 fn entry(fd: c_int) -> Option<&'static Udp> {
     let found = SOCKETS.get(fd as u32 as usize)?.load(Ordering::Acquire);
@@ -128,8 +129,8 @@ fn all() -> impl Iterator<Item = (c_int, &'static Udp)> {
     (0..END.load(Ordering::Acquire) as c_int).filter_map(|fd| Some((fd, entry(fd)?)))
 }
 
-/// A closed socket's place. One that a thread is still taking for the NIC stays in the pool: the thread sees that it
-/// was given up.
+/// The object of a closed socket. An object for which a thread is still asking the agent stays in the pool; that thread
+/// will see that the socket was closed.
 fn unused() -> Option<&'static Udp> {
     let mut pool = POOL.lock();
     let at = pool.iter().position(|udp| udp.taken.try_lock().is_ok())?;
@@ -183,7 +184,8 @@ pub(crate) fn close_range(first: u32, last: u32) {
     }
 }
 
-/// Handles the closing of a set's number, which another set may have soon. `left` is one that the set has still.
+/// Handles the closing of an epoll set's descriptor `number`, which may be reused. `left` is another descriptor of the
+/// set, if it has one.
 pub(crate) fn set_closed(number: c_int, left: Option<c_int>) {
     for (_, udp) in all() {
         let mut sets = locked(&udp.sets);
@@ -201,7 +203,7 @@ pub(crate) fn give_back(fd: c_int) {
     }
 }
 
-/// The same of those that a program inherits which is executed: their descriptors have no FD_CLOEXEC.
+/// As [`give_back`], for the sockets that an executed program inherits: those whose descriptors have no FD_CLOEXEC.
 pub(crate) fn give_back_inherited() {
     if table::is_wiped() || !process::is_mine() && !forks::is_child_of_vfork() {
         // They are its parent's.
@@ -219,7 +221,7 @@ pub(crate) fn give_everything_back() {
     all().for_each(|(_, udp)| udp.leave(true));
 }
 
-/// Notes that the session has ended: the sockets are the kernel's until there is another.
+/// Records that the session has ended: the kernel alone serves the sockets until there is another session.
 pub(crate) fn leave_session() {
     for (_, udp) in all() {
         udp.is_taken.store(false, Ordering::Release);
@@ -238,7 +240,7 @@ pub(crate) fn hold() -> Vec<Held> {
     vec![POOL.hold(), OURS.hold()]
 }
 
-/// Closes what is left of doorbells. No thread may use them any more.
+/// Closes the remaining doorbells. No thread may use them any more.
 pub(crate) fn close_all() {
     wait::close_all(&OURS);
 }
@@ -270,8 +272,8 @@ fn renumber(fd: OwnedFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(process::lift(fd.into_raw_fd())) }
 }
 
-/// Whether the agent may serve a socket later that it has not served now: it refuses for a while (`WouldBlock`), does
-/// not answer (`TimedOut`), or the session has ended (the others), after which another one is opened.
+/// Whether a later request may succeed after this error: the agent refuses for a while (`WouldBlock`), does not answer
+/// (`TimedOut`), or the session has ended (the others) and another one can be opened.
 fn may_pass(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof, WouldBlock};
     matches!(error.kind(), WouldBlock | TimedOut | NotConnected | BrokenPipe | ConnectionReset | UnexpectedEof)
@@ -289,10 +291,10 @@ impl Udp {
         &self.negative
     }
 
-    /// The socket's rings, if the NIC has or had it; has the NIC take it if that was not tried.
+    /// The socket's rings, if the NIC has or had the socket. Asks the agent for them if that is due.
     fn taken(&self, fd: c_int) -> Option<Taken> {
         if table::is_wiped() {
-            // It is its parent's.
+            // This child was made past the library: the rings are its parent's.
             return None;
         }
         if self.is_taken.load(Ordering::Acquire) {
@@ -328,7 +330,8 @@ impl Udp {
             None => {
                 let receive = baton_linux::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVBUF).unwrap_or(0) as u32;
                 let Ok(datagrams) = Datagrams::new(&session.shared, receive, renumber) else {
-                    // Rings may be free again later, when the NIC has left those of closed sockets.
+                    // All rings are in use. Some may be free later, when the NIC no longer uses those of closed
+                    // sockets.
                     self.again.pause();
                     return None;
                 };
@@ -343,7 +346,8 @@ impl Udp {
                 let found = Taken { datagrams, session };
                 *taken = Some(found.clone());
                 self.is_taken.store(true, Ordering::SeqCst);
-                // Another thread may have given the socket up meanwhile, or closed it, without seeing that it is taken.
+                // Another thread may have given the socket to the kernel or closed it meanwhile, when `is_taken` was
+                // not set yet.
                 if !self.again.succeed() {
                     if self.is_taken.swap(false, Ordering::SeqCst) {
                         *taken = None;
@@ -385,18 +389,19 @@ impl Udp {
                 taken.datagrams.end(&taken.session.shared, replay);
             }
         }
-        // A child of vfork(2) would close its own copies of the descriptors. Its parent does it when it closes the
-        // socket.
+        // A child of vfork(2) would close its own copies of the descriptors. The parent closes its own when it closes
+        // the socket.
         if !forks::is_child_of_vfork() {
-            // A thread that has the lock may be just taking the socket for the NIC: it sees that it was given up.
+            // Not waited for: a thread that has the lock may be asking the agent for the socket. It will see that the
+            // socket was given up.
             let taken = if was_taken { Some(locked(&self.taken)) } else { self.taken.try_lock().ok() };
             drop_rings(taken.and_then(|mut taken| taken.take()));
         }
         thread::set_errno(errno);
     }
 
-    /// Gives the socket to the kernel for good, with what is unread: a child of vfork(2) uses it by this descriptor,
-    /// unless that is something else for the child.
+    /// Gives the socket to the kernel for good, with its unread datagrams, since a child of vfork(2) uses it; unless
+    /// this descriptor is another file in the child.
     #[cold]
     fn leave_to_child(&self, fd: c_int) {
         let errno = thread::errno();
@@ -406,7 +411,7 @@ impl Udp {
         thread::set_errno(errno);
     }
 
-    /// The NIC serves the socket as it is now: the program has connected it or changed an option.
+    /// Tells the NIC the socket's present peer and options, after the program has connected it or changed an option.
     fn refresh(&self, fd: c_int) {
         let errno = thread::errno();
         if !self.again.is_given_up() || !self.is_taken.load(Ordering::Acquire) {
@@ -417,7 +422,8 @@ impl Udp {
             // SAFETY: the program's descriptor, open during its own call.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
-            // What is in the ring is read first, wherever the socket is.
+            // Datagrams that are in the ring already are read before this matters, whether the NIC still serves the
+            // socket or not.
             let _ = taken.datagrams.serve(&taken.session.shared, borrowed);
         }
         thread::set_errno(errno);
@@ -478,7 +484,8 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
             return thread::fail(libc::EAGAIN);
         }
         if has_slept && wait::reports_now(fd, libc::POLLRDHUP) {
-            // Another thread has shut it down: it stays readable, and a call that would wait returns 0.
+            // Another thread has shut the socket down: it stays readable, and the kernel's call returns 0 instead of
+            // waiting.
             drop((taken, section));
             // SAFETY: the program's own arguments (`# Safety`).
             return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
@@ -492,7 +499,8 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
             }
             None => {
                 if sections::is_withdrawn() {
-                    // Dropping them may close descriptors.
+                    // Not dropped: that could close descriptors, and after a withdrawal the library makes no system
+                    // calls.
                     std::mem::forget(taken);
                 }
                 // SAFETY: the program's own arguments (`# Safety`).
@@ -661,7 +669,7 @@ pub(crate) fn bells(fds: &[pollfd]) -> impl Iterator<Item = (usize, c_int)> {
 }
 
 fn watch_bell(set: c_int, operation: c_int, bell: c_int, event: epoll_event) {
-    // A doorbell has always room to be rung by this end.
+    // Not EPOLLOUT: this end of a doorbell is always writable.
     let mut event = epoll_event { events: event.events & !(libc::EPOLLOUT as u32), ..event };
     let errno = thread::errno();
     // SAFETY: one live event.

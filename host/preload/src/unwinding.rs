@@ -2,10 +2,10 @@
 //!
 //! The C library then unwinds the stack from the interrupted instruction (a forced unwind). Rust's tables are made for
 //! unwinding from calls: for a range of instructions around a call they name the landing pad that cleans up after it.
-//! What they say of any other instruction, for example `ret`, is of no use. If no range has it, Rust's personality
-//! routine returns an error, and the C library aborts the process. If one has it, the landing pad is entered: the
-//! compiler joins the ranges of calls that have the same one, with everything between them, even the end of a function.
-//! There the landing pad cleans up what was cleaned up before, with a stack pointer that is another one.
+//! For any other instruction, for example `ret`, these entries are wrong. If no range contains it, Rust's personality
+//! routine returns an error, and the C library aborts the process. If a range contains it, the landing pad is entered:
+//! the compiler joins the ranges of calls that have the same one, with everything between them, even the end of a
+//! function. There the landing pad cleans up values that were cleaned up before, with a wrong stack pointer.
 //!
 //! The routine here lets a forced unwind continue to the next frame instead, in both cases. Nothing has to be cleaned
 //! up in an interrupted one: signals are deferred inside a [`crate::whole::Whole`], and values with a destructor exist
@@ -54,7 +54,7 @@ std::arch::global_asm!(
     "mov rcx, qword ptr [rsp + 40]",
     "mov r8, qword ptr [rsp + 48]",
     "call qword ptr [rip + __real_rust_eh_personality@GOTPCREL]",
-    // A call of a function that does not unwind, as far as the compiler knows: but a handler has interrupted it.
+    // The tables say that this call does not unwind. It does now, since a signal handler has interrupted the function.
     "cmp eax, {fatal}",
     "jne 4f",
     "3:",
@@ -77,7 +77,7 @@ mod tests {
     use std::mem::{MaybeUninit, zeroed};
     use std::ptr::null_mut;
 
-    /// A thread's result if it has ended past the frame below, and if the landing pad there was entered.
+    /// A thread's result if its end has passed over the frame below, and if it has entered the frame's landing pad.
     const PAST: usize = 7;
     const LANDED: usize = 9;
 

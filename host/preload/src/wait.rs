@@ -18,12 +18,12 @@ use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{Ordering, fence};
 
-/// As [`WITHOUT_DESCRIPTOR`], for a thread that waits for more bytes than the kernel has, where those stay unread.
+/// As [`WITHOUT_DESCRIPTOR`], for a thread that waits for more bytes than the kernel has and leaves those unread.
 const FOR_MORE: u64 = 10_000;
 
 /// Closes descriptors that a child of fork has inherited of this library's.
 pub(crate) fn close_all(ours: &ShortLock<Vec<c_int>>) {
-    // Locked still if a signal handler has forked that interrupted its holder.
+    // The list may still be locked, if a signal handler has interrupted the lock's holder and forked.
     let Some(mut ours) = ours.try_lock() else { return };
     for fd in std::mem::take(&mut *ours) {
         // SAFETY: this copy of the descriptor is the child's own.
@@ -50,8 +50,8 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
-/// When so many microseconds are over, on the same clock. Programs may wait for longer than it has numbers: it never
-/// comes then.
+/// The time `limit` microseconds from now, on the same clock. A limit beyond the clock's range gives a time that never
+/// comes.
 pub(crate) fn after(limit: u64) -> u64 {
     now().saturating_add(limit)
 }
@@ -72,9 +72,9 @@ fn is_negative(fd: c_int, option: c_int) -> bool {
     tcp.or_else(|| udp::of(fd).map(udp::Udp::negative)).is_some_and(|negative| negative.has(option))
 }
 
-/// A thread that sleeps, as it is counted in the session's memory, if there is one. A handler that interrupts it may
-/// fork. The session is the parent's then, and so is the count: the child, in which the same call returns, leaves both
-/// alone. [`Sleeper::end`] must follow.
+/// A sleeping thread, counted in the session's memory if there is a session. A signal handler that interrupts it may
+/// fork. In the child, in which the same call returns, session and count are the parent's and are left alone.
+/// [`Sleeper::end`] must follow.
 #[must_use]
 pub(crate) struct Sleeper {
     session: Option<&'static Session>,
@@ -88,25 +88,24 @@ impl Sleeper {
         Sleeper { session, owner: process::owner() }
     }
 
-    /// Counts it no longer. Returns the session, unless this is a child that a handler has made meanwhile.
+    /// Uncounts the thread. Returns the session, but not in a child that a signal handler has forked meanwhile.
     pub fn end(self) -> Option<&'static Session> {
         let session = self.session.filter(|_| process::is_still(self.owner));
         session.inspect(|session| session.shared.uncount_sleeper())
     }
 }
 
-/// What a thread waits for besides descriptors of the kernel's: sockets that may be on the NIC, and what happens in
-/// sets.
+/// What a thread waits for besides descriptors in the kernel: sockets that may be on the NIC, and epoll sets.
 #[derive(Clone, Copy)]
 pub(crate) struct Watched<'a> {
     pub sockets: &'a [&'a Tcp],
     pub sets: &'a [&'a Waiters],
 }
 
-/// Waits until the kernel has an event for `fds`, or something has happened to what is `watched`. `ready` is checked
-/// once more before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on
-/// the NIC yet: a thread that hands one of these over wakes this one. The program's own call is for so many entries
-/// as the number beside `fds` says.
+/// Waits until the kernel has an event for `fds`, or a socket or set of `watched` has one. `ready` is checked once more
+/// before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session no connection is on the
+/// NIC yet: a thread that hands one of these sockets over wakes this one. The number beside `fds` is the number of
+/// entries in the program's own call.
 pub(crate) fn sleep(
     session: Option<&'static Session>,
     watched: Watched<'_>,
@@ -115,27 +114,29 @@ pub(crate) fn sleep(
     mask: *const libc::sigset_t,
     ready: impl Fn() -> bool,
 ) -> Result<c_int, c_int> {
-    // The thread that noticed the end may not have left.
+    // A thread that has noticed the session's end may not have been able to leave the session.
     session.inspect(|session| session.leave_if_known_over());
     let session = session.filter(|session| !session.shared.has_ended());
     let waiter = Waiter::take();
     let sleeper = Sleeper::begin(session);
     if let Some(session) = session {
-        // Before the sockets have this waiter, which would be written for events that `ready` sees.
+        // Before the sockets have this waiter: otherwise its eventfd would be written for events that `ready` sees
+        // anyway.
         session.shared.catch_up(thread::token());
     }
     watched.sockets.iter().for_each(|socket| socket.add_waiter(&waiter));
     watched.sets.iter().for_each(|set| set.add(&waiter));
     let programs = fds.len();
     fds.push(pollfd { fd: waiter.eventfd, events: libc::POLLIN, revents: 0 });
-    // Without an eventfd nobody could wake it to watch the doorbell.
+    // A thread without an eventfd polls the doorbell, but is not counted as a watcher: it could not be woken to become
+    // one.
     let watches = session.filter(|_| waiter.eventfd >= 0).map(|_| lookout::begin(&waiter.unwatching));
     if let Some(session) = session {
         let bell = if watches == Some(false) { -1 } else { session.shared.bell().as_fd().as_raw_fd() };
         fds.push(pollfd { fd: bell, events: libc::POLLIN, revents: 0 });
         fds.push(pollfd { fd: session.shared.hangs_up().as_raw_fd(), events: 0, revents: 0 });
     }
-    // Whoever makes `ready` true looks for waiters after that.
+    // Pairs with a thread that makes `ready` true and then looks for waiters.
     fence(Ordering::SeqCst);
     let result = if ready() {
         Ok(0)
@@ -152,12 +153,13 @@ pub(crate) fn sleep(
         let got = leaving::asleep_again(|| ask_kernel(fds, given, limit.as_ref(), mask));
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
-    // In a child nobody will wake it, and a thread that is not there may have the locks.
+    // Not in a child of fork: no thread wakes this waiter there, and the locks may be held by a thread that exists only
+    // in the parent.
     if !waiter.is_inherited() {
         watched.sockets.iter().for_each(|socket| socket.remove_waiter(&waiter));
         watched.sets.iter().for_each(|set| set.remove(&waiter));
     }
-    // In a child of fork nobody else sleeps.
+    // Nor is there another sleeping thread in a child of fork.
     if let Some(watches) = watches.filter(|_| !waiter.is_inherited())
         && lookout::end(&waiter.unwatching, watches)
     {
@@ -180,9 +182,9 @@ pub(crate) fn sleep(
     result
 }
 
-/// ppoll(2) for these entries, of which the program's own call has `given`. The kernel takes no more than the program
-/// may have descriptors: where this library's entries are too many it is asked for each descriptor once, and not for
-/// what is none.
+/// ppoll(2) for these entries; the program's own call has `given` entries. The kernel refuses more entries than
+/// RLIMIT_NOFILE. If the entries that this library has added exceed that, the kernel is asked once per descriptor, and
+/// not for negative ones.
 pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::timespec>, mask: *const libc::sigset_t) -> c_int {
     let limit = limit.map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: a live slice of that length; `mask` is the program's own, or null.
@@ -215,8 +217,8 @@ pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::
 pub(crate) enum Want {
     /// This many bytes to receive, or as many as the NIC may have for the program, or the end of the stream.
     Receive(u32),
-    /// The same, where fewer are there already and stay unread. The kernel reports those again and again: so it is
-    /// asked from time to time.
+    /// As `Receive`, if fewer bytes are there already and stay unread (MSG_PEEK). poll(2) would return at once for
+    /// those, so the kernel is asked from time to time.
     More(u32),
     /// Room to send.
     Send,
@@ -272,20 +274,20 @@ pub(crate) fn has_ended(tcp: &Tcp, fd: c_int) -> bool {
 pub(crate) struct Wait {
     /// Microseconds of the monotonic clock.
     pub deadline: Option<u64>,
-    /// It goes on after handlers with SA_RESTART (Linux, sock_intr_errno): it has no time limit, and has transferred
-    /// nothing yet.
+    /// The call continues after handlers with SA_RESTART, since it has no time limit and has transferred nothing yet
+    /// (Linux, sock_intr_errno).
     pub restarted: bool,
     /// When the call began.
     pub begun: Mark,
 }
 
 impl Wait {
-    /// Of a call that has transferred nothing yet.
+    /// For a call that has transferred nothing yet.
     pub fn new(deadline: Option<u64>, begun: Mark) -> Wait {
         Wait { deadline, restarted: deadline.is_none(), begun }
     }
 
-    /// Notes that the call has transferred so many bytes.
+    /// Records that the call has transferred `done` bytes so far.
     pub fn after(&mut self, done: usize) -> &mut Wait {
         self.restarted = self.deadline.is_none() && done == 0;
         self
@@ -294,7 +296,8 @@ impl Wait {
 
 /// Waits until one of two descriptors is readable, the kernel's and the NIC's. Ok with whether the NIC's has hung up.
 /// Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does not restart calls. None if the
-/// library has withdrawn meanwhile, or a handler has made this child: the NIC's descriptor is its parent's.
+/// library has withdrawn meanwhile, or this is a child that a signal handler has forked: then the NIC's descriptor is
+/// the parent's.
 pub(crate) fn for_either(section: Section, fds: [c_int; 2], deadline: Option<u64>) -> Option<(Section, Result<bool, c_int>)> {
     let mut fds = fds.map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left = deadline.map_or(-1, |deadline| deadline.saturating_sub(now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
@@ -357,19 +360,19 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
         if leaving::is_leaving() {
             return Err(libc::EINTR);
         }
-        // With what is left to the kernel the caller goes on there.
+        // If the connection was given to the kernel for good, the caller continues there.
         if tcp.generation() != generation && !tcp.is_left(generation) {
             return Err(libc::EBADF);
         }
         let over = || ready() || fds.first().is_some_and(|entry| entry.revents != 0);
         match slept {
-            // First: a caller whose connection is left to the kernel now would sleep there, and the handler that has
-            // run would not end the call.
+            // This comes first: if the connection was given to the kernel, the caller would go to sleep there, although
+            // a handler has run that ends the call.
             Ok(_) if is_interrupted() => return Err(libc::EINTR),
             Ok(_) if over() => return Ok(()),
             Ok(_) if wait.deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
-            // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has
-            // ended, the caller finds out by trying.
+            // Woken for another connection, or for fewer bytes than wanted: sleep again. If the connection is in the
+            // kernel, or the session has ended, the caller tries instead.
             Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
             Ok(_) => return Ok(()),
             Err(libc::EINTR) if !before.is_over_by_kernel(goes_on()) => {

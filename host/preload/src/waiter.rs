@@ -1,9 +1,9 @@
-//! What wakes threads that sleep for sockets: eventfds, which are kept for the next sleep.
+//! The eventfds by which sleeping threads are woken for sockets' events. They are kept for the next sleep.
 //!
-//! Descriptors are the program's, which may have few. So there are at most [`most`] eventfds, and threads that find
+//! The eventfds count against the program's RLIMIT_NOFILE. So there are at most [`most`] of them, and threads that find
 //! none free share: an event for one of them wakes all, and those that it does not concern sleep again. A shared
-//! eventfd that was written is not given to further threads until each of those that slept on it has left, and it is
-//! made unreadable then: none of them can miss the event.
+//! eventfd that was written is not given to further threads until every thread that slept on it has left; only then is
+//! it made unreadable, so that none of them can miss the event.
 
 use crate::few::Few;
 use crate::process;
@@ -16,9 +16,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An eventfd and the threads that sleep on it.
 pub(crate) struct Waiter {
-    /// -1 if the program has no descriptor left: a thread looks by itself from time to time then.
+    /// -1 if the program has no descriptor left: the thread then wakes up by itself from time to time.
     pub eventfd: c_int,
-    /// It may have been written.
+    /// The eventfd may have been written.
     signalled: AtomicBool,
     /// Threads that sleep on it, changed under the pool's lock.
     sleepers: AtomicU32,
@@ -28,7 +28,7 @@ pub(crate) struct Waiter {
     forks: u32,
 }
 
-/// Waiters that are woken when something happens to what they wait for.
+/// The waiters of one socket or set, which its events wake.
 #[derive(Default)]
 pub(crate) struct Waiters {
     count: AtomicU32,
@@ -62,18 +62,19 @@ impl Waiters {
     }
 }
 
-/// The waiters: those that nobody sleeps on, and all.
+/// All waiters, and those that no thread sleeps on.
 struct Pool {
     free: Vec<Arc<Waiter>>,
     all: Vec<Arc<Waiter>>,
-    /// Where the next thread that shares begins to look.
+    /// Index at which the search for a waiter to share begins next time.
     next: usize,
 }
 
 static POOL: ShortLock<Pool> = ShortLock::new(Pool { free: Vec::new(), all: Vec::new(), next: 0 });
 static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
-/// Number of forks between the program's start and this process: an eventfd of another one's is not used here.
+/// Number of forks between the program's start and this process. A waiter with another number is another process's and
+/// is not used here.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// Takes the locks of what is kept, for a fork.
@@ -81,7 +82,8 @@ pub(crate) fn hold() -> Vec<Held> {
     vec![POOL.hold(), OURS.hold()]
 }
 
-/// Leaves the parent's eventfds alone, in a child that may take no lock: a thread that sleeps in it has one of them.
+/// In a child that may take no lock: marks the parent's waiters as inherited. The child's thread may be in a sleep with
+/// one of them.
 pub(crate) fn leave_inherited() {
     FORKS.fetch_add(1, Ordering::AcqRel);
 }
@@ -98,7 +100,7 @@ pub(crate) fn forget_inherited() {
 
 /// Wakes all threads that sleep.
 pub(crate) fn wake_all() {
-    // Not with the list locked: what wakes may need it.
+    // The list is copied and unlocked: a woken thread may need the lock.
     let all = POOL.lock().all.clone();
     all.iter().filter(|waiter| waiter.sleepers.load(Ordering::Relaxed) > 0).for_each(|waiter| waiter.wake());
 }
@@ -126,14 +128,13 @@ pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
     OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
-/// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program
-/// may have.
+/// Most eventfds: a sixteenth of RLIMIT_NOFILE. More are made only if none of these can be shared at the moment.
 fn most() -> usize {
     (process::most_descriptors() / 16).clamp(4, 4096) as usize
 }
 
 impl Pool {
-    /// One to share, which has not been written since its threads fell asleep.
+    /// A waiter to share, whose eventfd was not written since its threads fell asleep.
     fn shared(&mut self) -> Option<Arc<Waiter>> {
         self.next = self.next.wrapping_add(1);
         let (before, after) = self.all.split_at(self.next.checked_rem(self.all.len()).unwrap_or(0));
@@ -152,7 +153,8 @@ impl Pool {
         made
     }
 
-    /// A waiter for one more thread; `make` makes an eventfd if there may be one more, or if nothing else is left.
+    /// A waiter for one more thread. `make` makes an eventfd; it is called if there may be one more, or if no waiter
+    /// can be shared.
     fn take(&mut self, most: impl Fn() -> usize, make: impl Fn() -> c_int) -> Arc<Waiter> {
         let waiter = match self.free.pop() {
             Some(free) => free,
@@ -170,7 +172,7 @@ impl Pool {
         waiter
     }
 
-    /// Undoes `take`. Returns it if nobody sleeps on it any more and it has to be made unreadable.
+    /// Undoes `take`. Returns the waiter if no thread sleeps on it any more and its eventfd has to be made unreadable.
     fn leave(&mut self, waiter: Arc<Waiter>) -> Option<Arc<Waiter>> {
         if waiter.sleepers.fetch_sub(1, Ordering::Relaxed) > 1 || waiter.eventfd < 0 {
             return None;
@@ -201,20 +203,21 @@ impl Waiter {
         }
         let written = POOL.lock().leave(self);
         if let Some(waiter) = written {
-            // Nobody else has it: it is not free yet, and nobody shares what nobody sleeps on.
+            // No other thread can get this waiter now: it is not in the free list, and only a waiter on which a thread
+            // sleeps is shared.
             clear(waiter.eventfd);
             waiter.signalled.store(false, Ordering::Release);
             POOL.lock().free.push(waiter);
         }
     }
 
-    /// Whether it is another process's, of which this one is a child of fork.
+    /// Whether the waiter is the parent's, in a child of fork.
     pub fn is_inherited(&self) -> bool {
         self.forks != FORKS.load(Ordering::Acquire)
     }
 
-    /// Notes that it was found to be written. A thread may be late with its wake, and write what has been cleared
-    /// meanwhile: whoever slept on it then would not sleep again.
+    /// Records that the eventfd was found to be written. A late thread may write an eventfd that was cleared and given
+    /// to others meanwhile: if it were not cleared again, none of them could sleep.
     pub fn note_written(&self) {
         self.signalled.store(true, Ordering::Release);
     }
@@ -230,8 +233,8 @@ impl Waiter {
 mod tests {
     use super::*;
 
-    /// Threads share when there may be no further eventfd, but none joins those that are being woken; what all have
-    /// left is free again.
+    /// Threads share when there may be no further eventfd, but none joins threads that are being woken; a waiter that
+    /// all threads have left is free again.
     #[test]
     fn those_that_are_woken_leave_before_others_join() {
         let mut pool = Pool { free: Vec::new(), all: Vec::new(), next: 0 };
@@ -251,7 +254,7 @@ mod tests {
         assert!(pool.free.is_empty(), "it is readable still");
     }
 
-    /// A thread was late with its wake, and has written what had been cleared.
+    /// A late thread has written an eventfd that was cleared before.
     #[test]
     fn what_was_written_late_is_cleared() {
         let waiter = Waiter::take();

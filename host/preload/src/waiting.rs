@@ -1,11 +1,11 @@
-//! What is known of how a socket's calls wait, so that a call that sleeps need not ask the kernel again: that they do
-//! (O_NONBLOCK is not set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO); and that sends with
-//! MSG_ZEROCOPY are completed. Whatever the program does that may change one of these makes all of them unknown.
+//! A cache of a socket's options that decide how its calls wait, so that a call that sleeps need not ask the kernel
+//! each time: O_NONBLOCK is not set, SO_RCVTIMEO or SO_SNDTIMEO is not set, and SO_ZEROCOPY is set. Each call of the
+//! program's that may change one of them clears the cache.
 
 use libc::c_int;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
-/// Something that is known, as bits.
+/// A known fact about a socket, as a bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Fact(u32);
 
@@ -18,7 +18,7 @@ pub(crate) const SENDS_FOR_EVER: Fact = Fact(4);
 /// SO_ZEROCOPY is set.
 pub(crate) const COMPLETES: Fact = Fact(8);
 
-/// Number of bits for facts. The others count how often they became unknown.
+/// Number of bits for facts. The other bits count how often the cache was cleared.
 const BITS: u32 = 8;
 
 /// The facts of a socket.
@@ -32,8 +32,8 @@ impl Waiting {
         let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Relaxed, next);
     }
 
-    /// Asks whether something holds, unless it is known, and remembers that it does. What another thread changes
-    /// meanwhile stays unknown.
+    /// Whether the fact holds. Calls `asks` if that is not known, and records a true answer, unless another thread has
+    /// cleared the cache meanwhile.
     pub fn holds(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
         let known = self.0.load(Ordering::Acquire);
         if known & fact.0 != 0 {
@@ -123,7 +123,8 @@ mod tests {
         assert!(!waiting.holds(BLOCKS, || false));
     }
 
-    /// Another thread sets a limit while this one has just seen that there is none.
+    /// Another thread sets a time limit just after this one has seen that there is none: the old answer is not
+    /// recorded.
     #[test]
     fn what_changes_meanwhile_is_not_remembered() {
         let waiting = Waiting::default();

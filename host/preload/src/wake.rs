@@ -1,4 +1,5 @@
-//! Eventfds that wake threads, and that of a set, which wakes the threads that sleep in it.
+//! Functions on eventfds that wake threads, and the eventfd of an epoll set, which wakes the threads that sleep in the
+//! set.
 
 use crate::real;
 use baton_linux::events::monotonic_micros;
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Microseconds for which a thread sleeps at most if there is no descriptor to wake it by.
 pub(crate) const WITHOUT_DESCRIPTOR: u64 = 10_000;
 
-/// Makes an eventfd readable. No thread is cancelled in it.
+/// Makes an eventfd readable. Not a cancellation point.
 pub(crate) fn signal(fd: c_int) {
     let one = 1u64.to_ne_bytes();
     // SAFETY: the buffer is eight live bytes. The write can only fail if the eventfd is readable already.
@@ -27,7 +28,7 @@ pub(crate) fn clear(fd: c_int) {
 #[derive(Default)]
 pub(crate) struct Wake {
     eventfd: OnceLock<c_int>,
-    /// The program had no descriptor left for it when it was needed last.
+    /// When the eventfd was last needed, the program had no descriptor left for it.
     lacks: AtomicBool,
 }
 
@@ -38,7 +39,8 @@ impl Wake {
     }
 
     /// The eventfd, which `make` makes if there is none. None if the program has no descriptor left: the next call
-    /// tries again, and threads look by themselves until then. One thread at a time calls this.
+    /// tries again, and until then sleeping threads wake up by themselves from time to time. One thread at a time calls
+    /// this.
     pub fn made(&self, make: impl FnOnce() -> c_int) -> Option<c_int> {
         if self.get().is_none() {
             let made = make();
@@ -50,7 +52,7 @@ impl Wake {
         self.get()
     }
 
-    /// When a thread that sleeps until `deadline` looks by itself.
+    /// Until when a thread with this deadline may sleep before it has to look by itself.
     pub fn looks(&self, deadline: Option<u64>) -> Option<u64> {
         let look = self.lacks.load(Ordering::SeqCst).then(|| monotonic_micros() + WITHOUT_DESCRIPTOR);
         deadline.into_iter().chain(look).min()
@@ -70,7 +72,7 @@ impl Wake {
         }
     }
 
-    /// Prepares it for the next set.
+    /// Prepares the object for the next set.
     pub fn renew(&self) {
         self.lacks.store(false, Ordering::SeqCst);
         self.clear();

@@ -37,8 +37,8 @@ const ONE_WAY: u64 = 50_000;
 /// Bytes without an answer after which a connection's data counts as flowing one way.
 const ONE_WAY_BYTES: u64 = 8192;
 
-/// Patience in microseconds of listeners and remote addresses, by hash. Two that share an entry share their patience,
-/// which only delays. Entry 0 is never changed.
+/// Patience in microseconds of listeners and remote addresses, by hash. Two keys with the same hash share an entry;
+/// that can only delay a move. Entry 0 is never changed.
 static PATIENCE: [AtomicU32; 256] = [const { AtomicU32::new(0) }; 256];
 
 /// Time (microseconds of the monotonic clock) before which no further connection is handed over.
@@ -110,7 +110,7 @@ impl Worth {
     }
 }
 
-/// Whether, as far as can be seen, nobody waits for this side now.
+/// Whether the peer, as far as can be seen, is not waiting for this side now.
 fn is_quiet(origin: Origin, moment: Moment, one_way: bool) -> bool {
     match moment {
         Moment::Made => true,

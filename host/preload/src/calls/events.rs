@@ -9,8 +9,7 @@ use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespe
 
 /// Whether a poll's entries contain a descriptor that this library tracks. False if the kernel refuses the array.
 fn is_concerned(fds: *const pollfd, count: nfds_t) -> bool {
-    /// Arrays up to this length need not be compared with how many descriptors the program may have, which is asked
-    /// for.
+    /// Arrays up to this length are not compared with RLIMIT_NOFILE, which would cost a system call.
     const USUAL: nfds_t = 1024;
     const PIECE: usize = 64;
     if table::end() == 0 && udp::end() == 0 || count > USUAL && count > process::most_descriptors() {
@@ -30,8 +29,9 @@ fn is_concerned(fds: *const pollfd, count: nfds_t) -> bool {
     false
 }
 
-/// poll(2) of entries that contain a descriptor which this library tracks; nothing is left of it when the kernel is to
-/// be asked. None if there is none, or if the kernel refuses the array.
+/// poll(2) of entries of which at least one is a descriptor that this library tracks. All of the library's own state is
+/// dropped before it returns, so the caller can make the program's call. None if there is no such entry, or if the
+/// kernel refuses the array.
 ///
 /// # Safety
 /// As poll(2).
@@ -289,7 +289,7 @@ unsafe fn wait(
     }
     // SAFETY: the program's own arguments (`# Safety`).
     if !faults::read(events).is_some_and(|event| unsafe { faults::write(events, event) }) {
-        // The kernel, too, finds out when there is an event.
+        // As in the kernel, the bad pointer is found only when there is an event to write.
         let nowhere = &mut [epoll_event { events: 0, u64: 0 }];
         let got = known.wait(set, nowhere, limit, mask, &native);
         return Some(if got > 0 { fail(libc::EFAULT) as c_int } else { got });

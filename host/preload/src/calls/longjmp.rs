@@ -1,4 +1,4 @@
-//! Functions that leave others, among them those of this library in which the thread sleeps.
+//! Functions that jump out of other functions, possibly out of one of this library's in which the thread sleeps.
 
 use crate::leaving::jump;
 use libc::{c_int, c_void};

@@ -1,11 +1,13 @@
-//! Functions that lock the program's memory. Session memory is none of it: it stands for memory of the kernel's, which
-//! is not counted. Nor are the tables of descriptors, of which few pages are used.
+//! Functions that lock the program's memory. Session memory stays unlocked: it takes the place of the kernel's socket
+//! buffers, which mlockall(2) does not lock. The tables of descriptors stay unlocked too, since few of their pages are
+//! used.
 
 use crate::sections::Section;
 use crate::{process, real, table, thread, udp};
 use libc::c_int;
 
-/// Handles what the kernel has just done: whether it locks what is mapped from now on.
+/// Unlocks the library's memory after an mlockall(2) or munlockall(2) of the program's. `locks_further`: the kernel now
+/// locks later mappings (MCL_FUTURE).
 fn changed(locks_further: bool) {
     let Some(_section) = Section::enter() else { return };
     let errno = thread::errno();

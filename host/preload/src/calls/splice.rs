@@ -1,6 +1,6 @@
-//! splice(2), which moves bytes past this library. The connection is given back to the kernel first; but one that has
-//! been given up on the NIC (TCP_USER_TIMEOUT, keep-alive) never returns, and what it has received, and its error, are
-//! read from there.
+//! splice(2), which moves bytes past this library. The connection is restored to the kernel first. A connection that
+//! has timed out on the NIC (TCP_USER_TIMEOUT, keep-alive) cannot be restored: its remaining bytes and its error are
+//! read from the NIC.
 
 use super::transfer::recvfrom;
 use crate::kernel_only::leave_to_kernel;
@@ -9,10 +9,10 @@ use crate::{real, table, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, c_uint, off64_t, pollfd, size_t, ssize_t};
 
-/// Most bytes that go into a pipe at a time: for so many there is room where a pipe says that it has some (PIPE_BUF).
+/// Most bytes that are written to a pipe at a time: a pipe that is writable has room for so many (PIPE_BUF).
 const PIECE: usize = libc::PIPE_BUF;
 
-/// Whether a connection has been given up on the NIC, where it stays.
+/// Whether a connection has timed out on the NIC, and so cannot be restored.
 fn has_ended_there(fd: c_int) -> bool {
     table::tcp(fd).is_some_and(|tcp| tcp.settled_owner() == Some(Owner::Nic))
 }
@@ -27,7 +27,7 @@ fn is_pipe(fd: c_int) -> bool {
     status.st_mode & libc::S_IFMT == libc::S_IFIFO
 }
 
-/// As splice(2), from a connection that has been given up on the NIC into a pipe.
+/// As splice(2), from a connection that has timed out on the NIC into a pipe.
 fn from_the_end(from: c_int, to: c_int, length: size_t, flags: c_uint) -> ssize_t {
     let mut piece = [0u8; PIECE];
     let mut room = pollfd { fd: to, events: libc::POLLOUT, revents: 0 };
@@ -39,11 +39,12 @@ fn from_the_end(from: c_int, to: c_int, length: size_t, flags: c_uint) -> ssize_
         _ => {}
     }
     if room.revents & libc::POLLERR != 0 {
-        // Nobody reads from the pipe: it fails as the program's own call, and nothing is received in vain.
+        // The pipe has no reader: this write fails as the program's own call would, before any byte is taken from the
+        // connection.
         // SAFETY: a live byte.
         return unsafe { real::write(to, piece.as_ptr().cast(), 1) };
     }
-    // Between the two calls the bytes would be lost.
+    // A signal handler that jumps away between the two calls would lose the bytes.
     let _whole = Whole::begin();
     // SAFETY: a live buffer of this length.
     let received = unsafe {

@@ -1,6 +1,6 @@
-//! The C library's own input and output on sockets. It reads and writes without this library, so the connection is
-//! restored first, and stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output
-//! or error as long as it is.
+//! The C library's own input and output on sockets. The C library reads and writes past this library, so the connection
+//! is restored first. It stays in the kernel for good if it was used by fdopen or dprintf, and otherwise as long as it
+//! is standard input, output or error.
 
 use crate::kernel_only::{self, Patience};
 use crate::sections::Section;
@@ -10,26 +10,27 @@ use crate::{real, table, thread};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_void};
 
-/// The cause in lists.
+/// The cause that `baton ls` shows.
 const STDIO: &str = "stdio";
 
-/// Whether the C library has a stream on this descriptor without being asked.
+/// Whether the C library has a stream on this descriptor from the start: standard input, output or error.
 pub(crate) fn is_standard(fd: c_int) -> bool {
     (0..=libc::STDERR_FILENO).contains(&fd)
 }
 
-/// Restores a connection that has become standard input, output or error. (One that is not handed over yet stays so:
-/// see `Tcp::is_standard`.)
+/// Restores a connection that has become standard input, output or error. (A connection that is not handed over yet
+/// will not be: see `Tcp::is_standard`.)
 pub(super) fn take_over(tcp: &Tcp) {
     tcp.settle();
     if tcp.is_managed() {
-        // It fails only where the thread ends, or the socket is closed.
+        // This fails only if the thread is leaving this call by a jump or by its end, or another thread has closed the
+        // socket.
         let _ = await_kernel(tcp);
     }
 }
 
-/// Restores a connection, and waits until it is in the kernel: what the C library does on it cannot be made to wait
-/// later.
+/// Restores a connection, and waits until it is in the kernel: once the C library reads or writes, this library cannot
+/// make it wait.
 fn await_kernel(tcp: &Tcp) -> Result<(), c_int> {
     kernel_only::leave(tcp, STDIO, || Patience::Always)
 }
@@ -58,7 +59,7 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut l
             thread::set_errno(number);
             return std::ptr::null_mut();
         }
-        // fclose, too, is not intercepted.
+        // fclose(3) is not intercepted either: the library would not see the descriptor's end.
         tcp.forget_connection();
     }
     // SAFETY: the program's own arguments (`# Safety`).

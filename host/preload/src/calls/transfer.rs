@@ -160,7 +160,7 @@ unsafe fn with_address(received: ssize_t, address: *mut sockaddr, size: *mut soc
     }
 }
 
-/// The result of recvmsg(2), after what it says of a message is written.
+/// The result of recvmsg(2), after the lengths and flags are written to the program's message.
 ///
 /// # Safety
 /// As recvmsg(2).
@@ -430,7 +430,7 @@ pub unsafe extern "C-unwind" fn sendto(
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { udp::send_message(Call::Flagged, udp, fd, &message, flags) };
     }
-    // The kernel must not number what this library numbers.
+    // A send whose completion this library numbers must not be numbered by the kernel as well.
     let completes = flags & (libc::MSG_ZEROCOPY | libc::MSG_FASTOPEN) == libc::MSG_ZEROCOPY;
     match table::tcp(fd) {
         // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores an address that the kernel can
@@ -441,7 +441,7 @@ pub unsafe extern "C-unwind" fn sendto(
         Some(tcp) => {
             let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
             if inside.is_none() && tcp.is_managed() && io::takes_name(address.cast(), size) {
-                // Another thread has handed it over since. The kernel's socket may be the shell.
+                // Another thread has handed the connection over since: the kernel's socket may be the shell.
                 // SAFETY: the program's own arguments (`# Safety`).
                 return unsafe { io::send(Call::Flagged, tcp, fd, buffer, length, flags) };
             }
@@ -491,8 +491,8 @@ unsafe fn note_length(entry: *mut mmsghdr, length: ssize_t) -> bool {
     written
 }
 
-/// Restores connections whose descriptors a message passes to another process, for good. Err with errno if the call
-/// fails for that.
+/// Restores, for good, each connection whose descriptor this message passes to another process. Err with errno if that
+/// is not possible, and the call has to fail.
 fn give_back_passed(fd: c_int, message: *const msghdr, flags: c_int) -> Result<(), c_int> {
     /// More descriptors than a message can have.
     const MOST: usize = 1 << 16;
@@ -503,7 +503,7 @@ fn give_back_passed(fd: c_int, message: *const msghdr, flags: c_int) -> Result<(
     let Some(mut message) = faults::read(message).filter(|message| (1..=MOST).contains(&message.msg_controllen)) else {
         return Ok(());
     };
-    // In words, since headers are aligned to them.
+    // An array of words, since control headers are aligned to words.
     let mut control = vec![0u64; message.msg_controllen.div_ceil(8)];
     let length = message.msg_controllen;
     // SAFETY: the words have room for that many bytes.
@@ -599,8 +599,9 @@ pub unsafe extern "C-unwind" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, coun
 /// Most messages that one call sends (Linux, UIO_MAXIOV).
 const MOST_MESSAGES: usize = 1024;
 
-/// sendfile(2) on a connection that the agent has, while it is in the kernel: without a copy, as the kernel does it. It
-/// cannot move meanwhile, so this is for sockets that do not wait. None if it is elsewhere, or may wait.
+/// sendfile(2) on a connection that the agent manages and that is in the kernel: the kernel's own call, without a copy.
+/// The connection cannot move during the call, so this serves non-blocking sockets only. None if the connection is not
+/// in the kernel, or the call may wait.
 ///
 /// # Safety
 /// As sendfile(2).
@@ -624,7 +625,7 @@ unsafe fn send_file_in_kernel(
         connection.count_in_kernel(sent as u32);
     }
     if sent < 0 && number == libc::EAGAIN || sent >= 0 && (sent as usize) < count {
-        // Who waits for room waits for an edge.
+        // A program that waits for room now waits for an edge of EPOLLOUT.
         tcp.stuck.fetch_add(1, Ordering::AcqRel);
     }
     thread::set_errno(number);
@@ -677,7 +678,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         let own = || unsafe { libc::lseek64(from, 0, libc::SEEK_CUR) };
         let at = if offset.is_null() { own() } else { faults::read(offset).unwrap_or(-1) };
         if at < 0 {
-            // Linux, in do_sendfile: what has no position cannot be sent from.
+            // Linux, in do_sendfile: a file without a position cannot be sent from.
             let bad = offset.is_null() && thread::errno() == libc::EBADF;
             return thread::fail(if bad { libc::EBADF } else { libc::EINVAL });
         }
@@ -689,7 +690,8 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
             }
             return if done > 0 || got == 0 { done as ssize_t } else { -1 };
         }
-        // What has sent something waits here: a signal ends it, whatever the handler's flags.
+        // A call that has sent something already waits here and not in `send`: any signal then ends it, also with
+        // SA_RESTART.
         let flags = libc::MSG_NOSIGNAL | if done > 0 { libc::MSG_DONTWAIT } else { 0 };
         // SAFETY: pread has just written `got` bytes to the buffer.
         let sent = unsafe { io::send(Call::Flagged, tcp, out, buffer.as_ptr().cast(), got as usize, flags) };
@@ -721,7 +723,8 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         if !noted {
             return thread::fail(libc::EFAULT);
         }
-        // Without waiting less is sent than waits could send.
+        // A short send ends the call, unless it is short only because of MSG_DONTWAIT above: then the loop goes on and
+        // waits for room.
         if (sent as usize) < got as usize && (flags & libc::MSG_DONTWAIT == 0 || io::does_not_wait(tcp, out, 0)) {
             break;
         }

@@ -1,8 +1,9 @@
-//! The library's own registrations in the kernel's epoll sets, and which of the kernel's events a program gets.
+//! The library's own registrations in the kernel's epoll sets, and the filter that keeps their events from the program.
 
 use libc::{c_int, epoll_event};
 
-/// Data of this library's own registrations: addresses of its own statics, which no program has a reason to use.
+/// Data of this library's own registrations: addresses of statics in this library, which a program has no reason to use
+/// as its data.
 static BELL: u8 = 0;
 static WAKE: u8 = 1;
 static END: u8 = 2;
@@ -38,11 +39,12 @@ fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64
     kept as c_int
 }
 
-/// How often a set is asked again, when the time of an epoll_wait is over and nothing was kept of what has come.
+/// How many times the set is asked again after an epoll_wait's time limit, while the kernel reports events of the
+/// library's only.
 const LAST_ROUNDS: u32 = 50;
 
-/// Completes an epoll_wait that has `got` events in `out`, of which the program gets those that `data_of` knows: asks
-/// again until there is one, or the time is over.
+/// Completes an epoll_wait that has `got` events in `out`. Keeps those for which `data_of` has the program's data, and
+/// asks the kernel again until there is one, or the time limit is over.
 pub(super) fn only_programs(
     out: &mut [epoll_event],
     mut got: c_int,
@@ -56,8 +58,9 @@ pub(super) fn only_programs(
         if got < 0 || kept > 0 {
             return if got < 0 { got } else { kept };
         }
-        // The kernel may have been asked for a moment only: the library had something to look at. And what is dropped
-        // may have taken the room of the program's events: the kernel reports these before it reports the same again.
+        // Two reasons to ask again: the kernel may have been asked without waiting, since the library had something to
+        // check; and dropped events may have taken the room of the program's, which the kernel reports before it
+        // repeats the dropped ones.
         if is_over() {
             if got == 0 || rounds > 0 && (got as usize) < out.len() || rounds == LAST_ROUNDS {
                 return 0;

@@ -1,4 +1,5 @@
-//! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
+//! The life of a tracked socket, from its creation to the closing of its last descriptor, with forks and ends of
+//! sessions in between.
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
 use crate::completions::Completions;
@@ -16,14 +17,14 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// How many sockets are looked at before another one is made.
+/// How many sockets of the pool are tried before a new object is made.
 const MOST_LATE: usize = 8;
 
 /// How often this process has forked, counted before and after each fork.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// Notes that another process has all sockets that there are, or will have them at once: see [`Tcp::is_shared`]. None
-/// of them is written for that. There may be very many, and a page that is written around a fork is copied.
+/// Records that another process has, or is about to have, all sockets that exist now: see [`Tcp::is_shared`]. No
+/// socket's object is written for that: there may be very many, and each page that is written around a fork is copied.
 pub(crate) fn note_all_shared() {
     FORKS.fetch_add(1, Ordering::SeqCst);
 }
@@ -95,8 +96,8 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp
 }
 
-/// One that no thread is inside any more. Such a thread may lack a processor for long, and writes to what the
-/// connection is then.
+/// An object from the pool that no thread is inside. A thread inside may get no processor for long, and would then
+/// write to the next connection that the object represents.
 fn from_pool() -> Option<&'static Tcp> {
     let mut pool = POOL.lock();
     let at = pool.iter().rev().take(MOST_LATE).position(|tcp| !tcp.is_entered())?;
@@ -104,13 +105,13 @@ fn from_pool() -> Option<&'static Tcp> {
     Some(pool.swap_remove(at))
 }
 
-/// The sockets that a process has inherited, which other processes may hold, too. Two descriptors of one socket get one
-/// entry. There may be very many, and no call of the program's returns before all are tracked.
+/// The sockets that a process has inherited, which other processes may hold, too. Two descriptors of one socket share
+/// an entry. There may be very many sockets, and the program waits until all are tracked: hence the map.
 #[derive(Default)]
 pub(crate) struct Inherited(BTreeMap<u64, &'static Tcp>);
 
 impl Inherited {
-    /// Tracks a descriptor that a program has when it starts.
+    /// Tracks a descriptor that the program has inherited at its start.
     pub fn of_starter(&mut self, fd: c_int) -> &'static Tcp {
         self.track(fd, crate::fd_inode(fd), |tcp| {
             tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
@@ -119,7 +120,7 @@ impl Inherited {
         })
     }
 
-    /// Tracks a descriptor in a child of fork, which knows of it what its parent knew.
+    /// Tracks a descriptor in a child of fork, with the state that the parent had recorded.
     pub fn of_parent(&mut self, fd: c_int, parents: &'static Tcp) -> &'static Tcp {
         self.track(fd, std::ptr::from_ref(parents) as u64, |tcp| {
             tcp.listens.store(parents.listens(), RELAXED);
@@ -129,7 +130,7 @@ impl Inherited {
         })
     }
 
-    /// `socket` is the same number for each descriptor of a socket, and another one for each other socket.
+    /// `socket` identifies the socket: it is the same number for all of a socket's descriptors.
     fn track(&mut self, fd: c_int, socket: u64, describe: impl FnOnce(&Tcp)) -> &'static Tcp {
         if let Some(tcp) = self.0.get(&socket).copied() {
             locked(&tcp.fds).push(fd);
@@ -159,18 +160,18 @@ pub(crate) fn allow_each_again(session: &'static Session, sockets: &[&'static Tc
     ask_for_each(session, sockets, "", Until::Alone).into_iter().for_each(Tcp::allow_again);
 }
 
-/// Asks the agent once to restore each of these. Returns those that may not be in the kernel, or for which it was not
-/// asked.
+/// Asks the agent once to restore each of these. Returns those that may still be on the NIC, and those for which the
+/// agent was not asked.
 fn ask_for_each(session: &'static Session, sockets: &[&'static Tcp], reason: &str, until: Until) -> Vec<&'static Tcp> {
     let (errno, token) = (thread::errno(), thread::token());
-    // In the order of their addresses: another thread may do the same.
+    // Locked in the order of their addresses, since another thread may do the same.
     let mut sockets = sockets.to_vec();
     sockets.sort_unstable_by_key(|tcp| std::ptr::from_ref(*tcp) as usize);
     sockets.dedup_by_key(|tcp| std::ptr::from_ref(*tcp) as usize);
     let (mut turns, mut asked, mut others) = (Vec::new(), BTreeMap::new(), Vec::new());
     for tcp in sockets {
         let turn = locked(&tcp.asking_back);
-        // One that stays for good is not allowed to move again.
+        // A socket that stays in the kernel for good must not be allowed to move again.
         let may_ask = until == Until::Never || !tcp.is_pinned();
         match tcp.managed() {
             Some((connection, of)) if may_ask && std::ptr::eq(of, session) && !connection.is_inside(token) => {
@@ -181,7 +182,7 @@ fn ask_for_each(session: &'static Session, sockets: &[&'static Tcp], reason: &st
         }
     }
     if asked.is_empty() {
-        // Another thread may wait for the agent's answer.
+        // Without a request: it would wait for another thread that waits for the agent's answer.
         return others;
     }
     let numbers: Vec<u32> = asked.keys().copied().collect();
@@ -215,22 +216,23 @@ fn reset(fd: c_int) {
 }
 
 impl Tcp {
-    /// Notes that another process has its descriptor, too: it moves when the agent finds that this one alone has it.
+    /// Records that another process has the descriptor, too. The connection moves only when the agent finds that this
+    /// process alone has it.
     pub fn note_shared(&self) {
         self.inherited.store(true, Ordering::SeqCst);
     }
 
-    /// Whether another process may have its descriptor, as far as this one has had a part in that: so also if it has
-    /// forked since the socket was made.
+    /// Whether another process may have the descriptor, as far as this process knows: it was inherited, passed on, or
+    /// this process has forked since the socket was made.
     pub(super) fn is_shared(&self) -> bool {
         self.inherited.load(Ordering::SeqCst) || self.forks.load(RELAXED) != FORKS.load(Ordering::SeqCst)
     }
 
-    /// Leaves it to the parent, in a child: what it is linked to is the parent's memory. A call that a handler has
-    /// interrupted, which has forked, goes on in the kernel. Takes no lock and no memory.
+    /// In a child: leaves the connection to the parent, whose session it is linked to. If a signal handler has forked,
+    /// the interrupted call continues in the kernel here. Takes no lock and allocates nothing.
     pub fn leave_to_parent(&self) {
         let generation = self.generation();
-        // Once, also where it has several descriptors.
+        // Only once for a socket with several descriptors.
         if self.left.load(RELAXED) != generation.wrapping_sub(1) {
             self.put_into(State::Refused);
             self.link.store(std::ptr::null_mut(), RELAXED);
@@ -239,7 +241,8 @@ impl Tcp {
         }
     }
 
-    /// Whether it is standard input, output or error, which the C library reads and writes by itself.
+    /// Whether a descriptor of the socket is standard input, output or error, which the C library reads and writes past
+    /// this library.
     pub(super) fn is_standard(&self) -> bool {
         locked(&self.fds).iter().copied().any(crate::calls::is_standard)
     }
@@ -249,10 +252,10 @@ impl Tcp {
         self.fds.try_lock().map(|fds| fds.clone()).unwrap_or_default()
     }
 
-    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the
-    /// kernel reports its events to the sets that it is in.
+    /// Stops tracking a socket that will be closed unseen by this library: unregisters it from the agent, and lets the
+    /// kernel report its events in all sets.
     pub fn forget_connection(&'static self) {
-        // Before the generation changes, which wakes threads that sleep in calls on it.
+        // Before the generation changes: threads that sleep in calls on the socket wake up by that, and read `left`.
         self.left.store(self.generation(), RELAXED);
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
             set.release(slot, self);
@@ -262,7 +265,8 @@ impl Tcp {
         fds.into_iter().for_each(|fd| drop(self.remove(fd, false)));
     }
 
-    /// The same of one that is in the kernel, unless this thread has interrupted a call on it.
+    /// As [`Tcp::forget_connection`], if the connection is in the kernel and this thread has not interrupted an
+    /// operation on it.
     pub fn give_up_in_kernel(&'static self) {
         if let Some((connection, _)) = self.managed()
             && !connection.is_inside(thread::token())
@@ -272,13 +276,14 @@ impl Tcp {
         }
     }
 
-    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that
-    /// the NIC had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
+    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. A
+    /// connection that was on the NIC is lost: its peer is reset, and the bytes that it had received can still be read.
+    /// Returns whether it is lost.
     pub fn leave_session(&self) -> bool {
         let Some((connection, session)) = self.managed() else { return false };
         let lost = session.shared.has_lost(connection);
         if lost {
-            // A thread that closes a descriptor takes this lock first.
+            // The lock keeps the descriptor open: a thread that closes it takes this lock first.
             if let Some(fd) = locked(&self.fds).first() {
                 reset(*fd);
             }
@@ -290,16 +295,15 @@ impl Tcp {
         lost
     }
 
-    /// Has the agent forget the connection, which stays in the kernel. Afterwards the agent has no copy of its
-    /// descriptor.
+    /// Unregisters the connection, which is in the kernel, so that the agent closes its copy of the descriptor.
     pub fn end_care(&self) {
         if let Some((connection, session)) = self.managed() {
             let _ = session.shared.forget(connection, false);
         }
     }
 
-    /// Whether no other process has its descriptor, as far as this one has had a part in that. One that is passed on
-    /// over a Unix socket stays in the kernel for good.
+    /// Whether no other process has the descriptor, as far as this process knows. A socket that was passed on over a
+    /// Unix socket is pinned, which counts as shared.
     fn is_this_processes_alone(&self) -> bool {
         !self.is_shared() && !self.is_pinned()
     }
@@ -336,8 +340,8 @@ impl Tcp {
         locked(&self.fds).push(fd);
     }
 
-    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the
-    /// kernel: nobody can modify it any more, and only the kernel can go on reporting it.
+    /// Handles the closing of one of several descriptors. As in the kernel, a registration under that descriptor stays
+    /// in its set and can no longer be modified; from now on only the kernel reports it.
     pub(super) fn remove_number(&'static self, fd: c_int) {
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();
@@ -349,14 +353,14 @@ impl Tcp {
         }
     }
 
-    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given
-    /// up by the agent, so that closing it means what it always meant. Otherwise the connection may be on the NIC: what
-    /// is returned is to be kept until the kernel has closed the descriptor.
+    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and
+    /// unregistered, so that the kernel's close has its usual effect. Otherwise the connection may be on the NIC: the
+    /// caller keeps the returned mark until the kernel has closed the descriptor.
     pub fn remove_fd(&'static self, fd: c_int) -> Option<table::Change> {
         self.remove(fd, true)
     }
 
-    /// As [`Tcp::remove_fd`], also of a descriptor that is not tracked any more, and stays open (`closes` is false).
+    /// As [`Tcp::remove_fd`]. With `closes` false the descriptor stays open and is only no longer tracked.
     fn remove(&'static self, fd: c_int, closes: bool) -> Option<table::Change> {
         let change = table::Change::begin_of(fd, self)?;
         let last = {
@@ -381,9 +385,9 @@ impl Tcp {
             let sends_fin = closes && !lingers && self.is_this_processes_alone() && options::unread(self, fd) == Some(0);
             let _ = session.shared.forget(connection, lingers);
             if sends_fin && options::unread_in_kernel(fd).is_some_and(|unread| unread > 0) {
-                // It has come since the program's call. Natively the FIN has left by then: the peer reads the end of
-                // the stream, and is reset for what it has sent since. The kernel's close sends no FIN if something
-                // is unread.
+                // These bytes have come since the program called close. Without Baton the FIN would have left before
+                // them: the peer would read the end of the stream, and be reset for what it sent later. The kernel's
+                // close sends no FIN if bytes are unread, so it is sent here.
                 // SAFETY: no pointers are involved; the program closes the descriptor only after this.
                 unsafe { real::shutdown(fd, libc::SHUT_WR) };
             }
@@ -403,8 +407,8 @@ impl Tcp {
 mod tests {
     use super::*;
 
-    /// A send in the kernel has filled the queue, or has not: before the hand-over, too, since the NIC has to report
-    /// when there is room again.
+    /// A send in the kernel that finds no room is counted, also before the hand-over: after it the NIC may have to
+    /// report that there is room again.
     #[test]
     fn a_send_in_the_kernel_that_lacks_room_is_noted() {
         let tcp = new(-1);
@@ -421,7 +425,7 @@ mod tests {
         assert_eq!(noted(4, 5), 0, "the kernel alone reports it");
     }
 
-    /// Another thread hands a socket over just when this one looks whether to watch it.
+    /// Another thread hands a socket over at the moment when this one checks whether to watch it.
     #[test]
     fn a_socket_is_watched_at_every_moment_from_its_hand_over_on() {
         const HAND_OVERS: u32 = 20_000;
@@ -440,7 +444,8 @@ mod tests {
         assert!(!tcp.may_leave_kernel());
     }
 
-    /// A fork shares all sockets that there are, and writes none of them. What is made later is this process's alone.
+    /// A fork marks all existing sockets as shared, and writes to none of them. What is made later is this process's
+    /// alone.
     #[test]
     fn a_fork_shares_all_sockets_by_one_word() {
         let earlier = [new(-1), new(-1)];

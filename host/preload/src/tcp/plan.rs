@@ -17,8 +17,8 @@ impl Tcp {
             return;
         }
         if !sending {
-            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes
-            // count, too: that can cause an edge too many, never one too few.)
+            // Edges are found by the position in the stream, so bytes that were read in the kernel count, too. (Peeked
+            // bytes are counted as well, which can cause an edge too many, never one too few.)
             self.took(bytes as usize);
         }
         if self.handover.state() != State::Candidate {
@@ -33,9 +33,8 @@ impl Tcp {
         self.consider(fd, if sending { Moment::Sent } else { Moment::Received });
     }
 
-    /// Notes whether a send in the kernel, which returned this, has found no room for all that was `wanted`: who waits
-    /// for room then waits for an edge, and it may be the NIC that reports it. Called before the socket may be handed
-    /// over.
+    /// Counts a send in the kernel that returned `sent`, if it had no room for all `wanted` bytes: the program may then
+    /// wait for an edge, and the NIC may have to report it. Called before the socket may be handed over.
     pub fn note_room(&self, sent: isize, wanted: impl FnOnce() -> usize) {
         let is_short = match sent {
             ..0 => thread::errno() == libc::EAGAIN,
@@ -77,8 +76,7 @@ impl Tcp {
     }
 }
 
-/// When a connection is to be handed over: see [`NEVER`]; and how many bytes a second it has to carry to be on the NIC
-/// then.
+/// When to hand a connection over (see [`NEVER`]), and how many bytes per second it then has to carry to be on the NIC.
 fn planned(fd: c_int, origin: Origin) -> (u64, u32) {
     let Some(plan) = process::plan() else { return (NEVER, 0) };
     // SAFETY: the program's descriptor, open during its own call.
@@ -116,8 +114,8 @@ fn planned(fd: c_int, origin: Origin) -> (u64, u32) {
     (plan, 0)
 }
 
-/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only
-/// the kernel can do.
+/// Whether options are set by which a receive returns more than bytes (TCP_INQ, the time-stamping family). Only the
+/// kernel can do that.
 pub(super) fn receives_more_than_bytes(fd: c_int) -> bool {
     let value = |level, option| options::kernels(fd, level, option);
     let set = |level, option| value(level, option).is_some_and(|value| value != 0);

@@ -1,4 +1,4 @@
-//! What is woken when something has happened to a socket: threads that wait for it, and epoll sets that it is in.
+//! The threads that wait for a socket, and the epoll sets that contain it, which are notified of its events.
 
 use super::{Tcp, locked};
 use crate::epoll::Set;
@@ -9,8 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 impl Tcp {
-    /// Notifies waiters and sets that something has happened to it. The caller may hold the lock of the session's
-    /// events.
+    /// Notifies the socket's waiters and sets of an event. The caller may hold the lock of the session's events.
     #[inline]
     pub fn changed(&self) {
         if self.watchers.load(Ordering::SeqCst) > 0 {
@@ -19,21 +18,21 @@ impl Tcp {
     }
 
     pub(super) fn notify_watchers(&self) {
-        // Not with the lists locked: who is woken needs them, and the system may go on with him at once.
+        // The lists are copied and unlocked: a woken thread takes their locks, and may run at once.
         let waiters: Few<_> = locked(&self.waiters).iter().cloned().collect();
         waiters.iter().for_each(|waiter| waiter.wake());
         let sets: Few<_> = locked(&self.sets).iter().copied().collect();
         sets.iter().for_each(|(set, slot)| set.mark(*slot));
     }
 
-    /// Makes all that the socket is ready for count as new, so that edge-triggered registrations report it again.
+    /// Makes all of the socket's pending events count as new, so that edge-triggered registrations report them again.
     pub fn rearm(&self) {
         self.rearms.fetch_add(1, Ordering::AcqRel);
         self.changed();
     }
 
-    /// As [`Tcp::rearm`], of a socket that the kernel has just connected, or begun to: what it reports of that it
-    /// reports by itself, as long as the connection is there.
+    /// As [`Tcp::rearm`], after a connect(2) in the kernel. Wakes the socket's waiters only if the agent manages it:
+    /// otherwise the kernel reports its events itself.
     pub fn note_connect(&self) {
         self.rearms.fetch_add(1, Ordering::AcqRel);
         if self.is_managed() {
@@ -50,7 +49,7 @@ impl Tcp {
     /// Undoes [`Tcp::add_waiter`].
     pub fn remove_waiter(&self, waiter: &Arc<Waiter>) {
         let mut waiters = locked(&self.waiters);
-        // One entry only: another thread may sleep on the same one for this socket.
+        // Only one entry: another thread may sleep on the same waiter for this socket.
         if let Some(at) = waiters.iter().position(|other| Arc::ptr_eq(other, waiter)) {
             waiters.swap_remove(at);
             self.watchers.fetch_sub(1, Ordering::AcqRel);
@@ -68,8 +67,8 @@ impl Tcp {
         self.remove_watchers(&self.sets, |(other, at)| std::ptr::eq(*other, set) && *at == slot);
     }
 
-    /// Has every set that it is in watch a descriptor of this library's, too, with the program's own registration of
-    /// this socket.
+    /// Adds a descriptor of this library's beside this socket in all of its sets, with the events of the program's
+    /// registration.
     pub fn watch_beside(&'static self, ours: c_int) {
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();

@@ -1,4 +1,5 @@
-//! Sends with MSG_ZEROCOPY: who numbers them, and when they are complete ([`crate::completions`]).
+//! Sends with MSG_ZEROCOPY: whether kernel or library numbers them, and when they are complete
+//! ([`crate::completions`]).
 
 use super::{NEVER, RELAXED, Tcp, locked};
 use crate::sections::Section;
@@ -15,9 +16,9 @@ impl Tcp {
         self.waits(COMPLETES, || options::kernels(fd, libc::SOL_SOCKET, SO_ZEROCOPY) == Some(1))
     }
 
-    /// Whether these sends are copied, and this library completes them: the connection may be on the NIC. This is
-    /// decided at the first one. A socket of which the kernel has numbered one stays there, since only the kernel knows
-    /// the next number.
+    /// Whether this library copies these sends and completes them, since the connection may go to the NIC. Decided at
+    /// the first such send. A connection of which the kernel has numbered a send stays in the kernel, since only the
+    /// kernel knows the next number.
     pub fn copies_sends(&self, fd: c_int) -> bool {
         if let Some(ours) = self.completions.are_ours() {
             return ours;
@@ -27,15 +28,15 @@ impl Tcp {
         let is_ipv6 = options::kernels(fd, libc::SOL_SOCKET, SO_DOMAIN) == Some(libc::AF_INET6);
         let ours = self.completions.decide(!stays, is_ipv6);
         if ours {
-            // Threads that sleep in the sets that it is in are woken by this library, before there is a session, too.
-            // Not with the list locked: the lock order is set first, then list.
+            // The socket's sets get their eventfds, since this library has to wake threads in them for completions,
+            // also before there is a session. The list is copied and unlocked: the lock order is set first, then list.
             let sets = locked(&self.sets).clone();
             sets.iter().for_each(|(set, _)| set.prepare_for_nic());
         }
         ours
     }
 
-    /// Completes such a send, whose bytes are copied, of the socket of this generation. The caller is in no section.
+    /// Completes a copied send of the socket with this generation. The caller is in no section.
     pub fn complete_send(&self, generation: u32) {
         self.completions.add(generation);
         if let Some(_section) = Section::enter() {
@@ -43,8 +44,7 @@ impl Tcp {
         }
     }
 
-    /// Leaves these sends to the kernel, for a socket that this program has inherited: the one before may have made
-    /// some.
+    /// For an inherited socket: lets the kernel number these sends, since an earlier program may have made some.
     pub fn leave_numbered_sends(&self, fd: c_int) {
         if self.completes_sends(fd) {
             self.completions.decide(false, false);
