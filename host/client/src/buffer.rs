@@ -23,7 +23,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// That of a session, which its datagram rings take memory from, too.
+    /// The store of a session. The session's datagram rings take memory from it, too.
     pub fn new(shared: &Shared) -> Store {
         Store { heap: shared.buffers.clone(), memory: shared.memory().clone() }
     }
@@ -39,17 +39,17 @@ impl Store {
         Ok(Buffer { block: Arc::new(Block { store: self.clone(), block }), length })
     }
 
-    /// Memory for the table of sends from buffers, which lives as long as the session. Its offset.
+    /// Takes memory for the table of sends from buffers, which lives as long as the session. Returns its offset.
     pub fn table(&self) -> Option<u32> {
         let (at, size) = self.heap().take((session::MAX_CONNECTIONS * session::BUFFERS_SENT_BYTES) as u32)?;
-        // It may have been a buffer before: an entry that is not used has to be zero.
+        // Zeroed, since the memory may have been a buffer before, and an unused entry has to be zero.
         self.memory.discard(at as usize, size as usize);
         self.memory.word32(session::BUFFERS_SENT).store(at, Ordering::Release);
         Some(at)
     }
 }
 
-/// Memory that is free again when nobody uses it any more.
+/// Memory that returns to the heap when its last user drops it.
 #[derive(Debug)]
 pub(crate) struct Block {
     store: Store,
@@ -115,9 +115,9 @@ pub struct Filled {
 #[derive(Debug)]
 struct Post {
     filled: Filled,
-    /// The NIC has been given it.
+    /// Whether the NIC was given the buffer.
     sent: bool,
-    /// The first sequence number that the NIC puts into it, once it has answered.
+    /// The first sequence number that the NIC puts into the buffer; None until the NIC has answered.
     start: Option<u32>,
 }
 
@@ -142,11 +142,11 @@ impl Posts {
         self.list.push_back(Post { filled: Filled { buffer, length: 0, placed: 0 }, sent: false, start: None });
     }
 
-    /// Reads the NIC's answers, and gives it as many buffers as it takes. The caller has entered the connection, which
-    /// is on the NIC.
+    /// Reads the NIC's answers, and gives the NIC as many buffers as it accepts. The caller has entered the connection,
+    /// which is on the NIC.
     pub fn sync(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<()> {
         if self.moves != connection.moves() {
-            // Another NIC, or the same one after a time in the kernel: it has none of the buffers.
+            // The connection has moved since, so its present NIC has none of the buffers.
             self.moves = connection.moves();
             self.list.iter_mut().for_each(|post| (post.sent, post.start) = (false, None));
         }
@@ -178,7 +178,7 @@ impl Posts {
         let Filled { buffer, length, placed } = &mut post.filled;
         let mut left = readiness.unread.min(buffer.length - *length as u32);
         let over = left == 0;
-        // What arrived before the NIC had the buffer lies in receive memory.
+        // Bytes that arrived before the NIC had the buffer are in receive memory.
         let mut early = start.wrapping_sub(connection.read_seq());
         early = if early < 1 << 31 { early.min(left) } else { 0 };
         let mut bytes = [0; PIECE];
@@ -197,7 +197,7 @@ impl Posts {
             return self.take();
         }
         if over {
-            // Nothing more arrives. The next call that receives returns the reason.
+            // No more bytes will arrive. The next receiving call returns the reason.
             return if readiness.fin || readiness.ended.is_some() { self.take() } else { Err(would_block()) };
         }
         Err(would_block())

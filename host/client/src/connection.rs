@@ -1,5 +1,5 @@
-//! One connection, as its program sees it: while the NIC has it, two pieces of memory and four sequence numbers. Any
-//! thread may use it.
+//! A program's view of one connection: while it is on the NIC, receive memory, send memory and four sequence numbers.
+//! Any thread may use it.
 
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
@@ -12,19 +12,20 @@ use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 const ALIVE: u32 = u32::MAX;
-/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without
+/// Bytes that a program may read before the NIC is told so by a command: an eighth of the largest window without
 /// scaling, less if the window is kept smaller ([`block::REPORT_SHIFT`]). The NIC's window updates assume this value.
 const REPORT_EVERY: u32 = 1 << 13;
 /// Input or output error: the agent has described memory that is not in the session.
 const EIO: u32 = 5;
 
-/// Bit of a connection: whoever waits for room waits until it is writable, so acknowledgements that free less wake
-/// nobody.
+/// Bit of `state`: threads that wait for room wait until the connection is writable, so acknowledgements that free less
+/// need not wake them.
 const PATIENT: u8 = 1;
-/// Bit of a connection: a thread changes its fields ([`Connection::change`]).
+/// Bit of `state`: a thread is changing the connection's fields ([`Connection::change`]).
 const CHANGING: u8 = 2;
 
-/// The move counter of a connection that leaves. No block's counter gets there, so that it counts as moved.
+/// The value of `moves` for a connection that its program has closed. No block's counter has this value, so the
+/// connection always counts as moved.
 const LEAVING: u32 = u32::MAX;
 
 /// Connection reset by peer.
@@ -43,7 +44,8 @@ pub struct Connection {
     /// First unread sequence number, and the one after the last received byte.
     pub(crate) read: AtomicU32,
     pub(crate) received: AtomicU32,
-    /// How far the NIC knows that the program has read, and from where on it gets the next message.
+    /// The sequence number up to which the NIC was told that the program has read, and the one from which on it is told
+    /// again.
     pub(crate) reported_read: AtomicU32,
     pub(crate) report_at: AtomicU32,
     /// The sequence number after the last queued byte, and the one up to which there is room: the acknowledged one plus
@@ -56,24 +58,24 @@ pub struct Connection {
     pub(crate) shut: AtomicBool,
     /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
     pub(crate) stopped: AtomicBool,
-    /// Index in the command ring behind the last message that the NIC has to acknowledge before the next send.
+    /// Index in the command ring behind the last command that the NIC has to acknowledge before the next send.
     pub(crate) given: AtomicU64,
     /// The sequence number up to which bytes were announced to the NIC ([`baton_abi::FETCH`]), and whether any were
     /// since the last move.
     pub(crate) announced: AtomicU32,
     pub(crate) announces: AtomicBool,
-    /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
+    /// The error number with which the connection ended on the NIC; 0 for none, [`ALIVE`] if it has not ended.
     error: AtomicU32,
-    /// The lower half of `queued` when bytes last came: what was queued since then was the answer.
+    /// The lower 16 bits of `queued` when bytes last arrived: bytes queued since then are taken for the answer.
     asked_at: AtomicU16,
     /// [`PATIENT`] and [`CHANGING`].
     state: AtomicU8,
-    /// log2 of the bytes that the program may read before the NIC gets a message about it; 0 if its memory has no place
-    /// among the program's addresses, so that each byte counts as to be told, and nothing is read at once.
+    /// log2 of the bytes that the program may read before the NIC is told. 0 if the connection's memory cannot be
+    /// mapped in the program's address space: then every read is to be reported, so the fast path serves none.
     report_shift: AtomicU8,
 }
 
-// With the counts of its `Arc` and the allocator's 8 bytes it takes 128.
+// With its `Arc`'s counters and the allocator's 8 bytes a connection takes 128 bytes.
 const _: () = assert!(size_of::<Connection>() <= 104);
 
 /// What can be done with a connection on the NIC now.
@@ -104,12 +106,12 @@ impl Readiness {
     }
 }
 
-/// Least free bytes with which a connection is writable, of which `most_queued` may be queued.
+/// Least free bytes with which a connection is writable that may queue `most_queued` bytes.
 fn writable_room(most_queued: u32) -> u32 {
     (most_queued / 3).max(1)
 }
 
-/// The right to use a connection: until this is dropped its owner does not change.
+/// A thread's operation on a connection: until this is dropped the connection's owner does not change.
 #[derive(Debug)]
 pub struct Entered<'a> {
     block: Inside<'a>,
@@ -117,8 +119,8 @@ pub struct Entered<'a> {
     pub owner: Owner,
 }
 
-/// A connection's block, checked once to be inside the memory. Who has entered leaves this one, whatever connection the
-/// object represents by then: another thread may be inside that.
+/// A connection's block, checked once to be inside the memory. A thread leaves the same block that it has entered, even
+/// if the object represents another connection by then, which another thread may be inside.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inside<'a>(&'a [AtomicU32; session::BLOCK_BYTES / 4]);
 
@@ -128,13 +130,13 @@ impl<'a> Inside<'a> {
         &self.0[field / 4]
     }
 
-    /// Leaves; a full barrier and [`Inside::wake_mover`] must follow.
+    /// Leaves the operation; a full barrier and [`Inside::wake_mover`] must follow.
     #[inline(always)]
     pub(crate) fn step_out(self) {
         self.word(block::BUSY).store(0, Ordering::Release);
     }
 
-    /// Leaves it, and wakes an agent that waits for that.
+    /// Leaves the operation, and wakes an agent that waits for that.
     #[inline(always)]
     pub(crate) fn leave(self) {
         self.step_out();
@@ -151,7 +153,8 @@ impl<'a> Inside<'a> {
     }
 }
 
-/// Enters, by its busy word, a block that some thread is inside of, when that has left. False if it is this thread.
+/// Waits until the thread that is inside this block has left, and enters it by the busy word. False if that thread is
+/// the calling one.
 #[cold]
 fn wait_for_turn(busy: &AtomicU32, token: Token) -> bool {
     let mut round = 0u32;
@@ -184,8 +187,8 @@ impl Drop for Entered<'_> {
 }
 
 impl Connection {
-    /// A connection without a number yet: see [`crate::Shared::register`]. With `patient`, whoever waits for room to
-    /// send waits until [`Readiness::is_writable`].
+    /// A connection without a number yet: see [`crate::Shared::register`]. With `patient`, threads that wait for room
+    /// to send wait until [`Readiness::is_writable`].
     pub(crate) fn unregistered(memory: Arc<Region>, patient: bool) -> Connection {
         let zero = AtomicU32::default;
         Connection {
@@ -213,8 +216,9 @@ impl Connection {
         }
     }
 
-    /// Makes this represent another connection from now on. No thread is inside the previous one. A late thread may
-    /// hold a reference for it nevertheless, and read the block anew: this waits until it has ([`Connection::change`]).
+    /// Makes this represent another connection from now on. No thread may be inside the previous one. A late thread may
+    /// still hold a reference for the previous connection and be reading the block: this waits until it has finished
+    /// ([`Connection::change`]).
     pub(crate) fn set_number(&self, number: u32) {
         let _alone = self.change();
         self.number.store(number, RELAXED);
@@ -225,20 +229,20 @@ impl Connection {
         self.stopped.store(false, RELAXED);
         self.error.store(ALIVE, RELAXED);
         self.unused.store(0, RELAXED);
-        // The count from which the agent starts. The connection may have moved since then, and that must be noticed.
+        // The agent's counter starts at 0. If the connection has moved since, the difference shows it.
         self.moves.store(0, Ordering::Release);
     }
 
-    /// From now on its block is neither read anew nor used, until this represents another connection: the next one that
-    /// has its number may be on the NIC already. What a thread counted for that one here would be lost when it becomes
-    /// known, and numbers of the earlier one do not fit it. Called before the agent can give the number to another one;
-    /// what it returns is for [`Connection::stay`].
+    /// Stops reading and using the block, until this object represents another connection. The block may soon be that
+    /// of the next connection with this number, already on the NIC: its events must not be counted here, where they
+    /// would be lost, nor this connection's numbers be used with it. Called before the agent can give the number away;
+    /// the result is for [`Connection::stay`].
     pub(crate) fn begin_leaving(&self) -> u32 {
         let _alone = self.change();
         self.moves.swap(LEAVING, Ordering::AcqRel)
     }
 
-    /// Undoes [`Connection::begin_leaving`], which returned `moves`: the agent has not forgotten it.
+    /// Undoes [`Connection::begin_leaving`], which returned `moves`: the agent has refused to forget the connection.
     pub(crate) fn stay(&self, moves: u32) {
         self.moves.store(moves, Ordering::Release);
     }
@@ -248,8 +252,8 @@ impl Connection {
         self.moves.load(Ordering::Acquire) == LEAVING
     }
 
-    /// Waits until no other thread changes the fields. A late thread may read the block anew just when another one
-    /// makes this represent the next connection: a mixture of both would count as up to date.
+    /// Waits until no other thread changes the fields. Without this a late thread could read the block while another
+    /// thread makes this object represent the next connection, and a mixture of both would count as up to date.
     fn change(&self) -> Changing<'_> {
         let mut round = 0;
         while self.state.fetch_or(CHANGING, Ordering::Acquire) & CHANGING != 0 {
@@ -274,8 +278,8 @@ impl Connection {
         self.memory.circle(1)
     }
 
-    /// Begins to load the `length` bytes that have come, and the place of the answer, which is probably as long as the
-    /// last one: both were last used by the NIC's processor.
+    /// Prefetches the `length` bytes that have arrived, and the send memory for the answer, which is expected to be as
+    /// long as the last one: the NIC's processor has used both last.
     #[inline(always)]
     pub(crate) fn prefetch_memory(&self, length: u32) {
         let queued = self.queued.load(RELAXED);
@@ -326,7 +330,7 @@ impl Connection {
                 block.leave();
                 None
             }
-            // A connection that the agent has forgotten is the kernel's.
+            // `Nobody`: the agent has forgotten the connection, which is in the kernel.
             owner => Some(Entered { block, owner }),
         }
     }
@@ -359,7 +363,7 @@ impl Connection {
         self.word(block::BUSY).load(RELAXED) == token
     }
 
-    /// Waits until no move is under way, or until `limit` has passed. The end of a move ends it at once.
+    /// Waits until no move is under way, or until `limit` has passed. The end of a move ends the wait at once.
     pub fn wait_until_settled(&self, limit: Duration) {
         events::wait_while(self.word(block::OWNER), Owner::Moving as u32, limit);
     }
@@ -369,8 +373,8 @@ impl Connection {
         Cid(self.cid.load(RELAXED))
     }
 
-    /// Reads the block after a move, unless the connection leaves. Whether it was read. The caller holds the lock of
-    /// the session's events.
+    /// Reads the block again after a move, unless the program has closed the connection. Returns whether it was read.
+    /// The caller holds the lock of the session's events.
     pub(crate) fn refresh(&self) -> bool {
         let _alone = self.change();
         if self.is_leaving() {
@@ -378,8 +382,8 @@ impl Connection {
         }
         let moves = self.moves();
         let error = self.load(block::ERROR);
-        // It has ended on the NIC, and has not moved: what the NIC has told since counts. The last of it is how it
-        // ended.
+        // The counter has changed because the connection has ended on the NIC, not because it has moved. So the counts
+        // from the NIC's events stay valid, and the last event says how it ended.
         if error == block::told(moves) && self.moves.load(RELAXED).wrapping_add(1) == moves {
             if self.ended().is_some() {
                 self.moves.store(moves, Ordering::Release);
@@ -399,8 +403,8 @@ impl Connection {
         let lacks = size > 0 && !(receives && sends);
         let unmapped =
             lacks && is_inside(block::RECEIVE_BASE, block::RECEIVE_SIZE) && is_inside(block::SEND_BASE, block::SEND_SIZE);
-        // A connection that was never on the NIC has no memory. What the agent is about to write may not fit together:
-        // it is read anew when that is done.
+        // A connection that was never on the NIC has no memory. During a move the agent may have written only some of
+        // these words: then it is no error, and the block is read again later.
         if lacks && !unmapped && self.owner() != Owner::Moving && self.moves() == moves {
             self.set_ended(EIO);
         }
@@ -410,8 +414,8 @@ impl Connection {
         let shift = if set == 0 { usual } else { set.min(usual) };
         self.report_shift.store(if unmapped { 0 } else { shift as u8 }, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
-        // RECEIVE_SEQ is written at the handoff only, READ_SEQ whenever the program reads. So once the kernel has the
-        // connection again RECEIVE_SEQ may be the smaller one: then nothing is unread on the NIC.
+        // RECEIVE_SEQ is written at the handoff only, READ_SEQ whenever the program reads. So RECEIVE_SEQ may be the
+        // smaller one when the connection is back in the kernel: then no bytes are unread on the NIC.
         let (read, received) = (self.load(block::READ_SEQ), self.load(block::RECEIVE_SEQ));
         let is_behind = (received.wrapping_sub(read) as i32) < 0;
         self.received.store(if is_behind { read } else { received }, RELAXED);
@@ -472,8 +476,8 @@ impl Connection {
         self.stopped.store(true, RELAXED);
     }
 
-    /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. What it had received can
-    /// be read, unless it was being moved.
+    /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. The bytes that it had
+    /// received can still be read, unless it was being moved.
     pub(crate) fn fail(&self) {
         match self.owner() {
             Owner::Kernel | Owner::Nobody => return,
@@ -495,7 +499,8 @@ impl Connection {
         self.stopped.store(shut || self.ended().is_some() || self.is_unmapped(), RELAXED);
     }
 
-    /// Whether its memory has no place among the program's addresses: the program can only have it restored.
+    /// Whether its memory cannot be mapped in the program's address space, so that the program can only have the
+    /// connection restored.
     pub fn is_unmapped(&self) -> bool {
         self.report_shift.load(RELAXED) == 0
     }
@@ -514,8 +519,8 @@ impl Connection {
     /// What can be done with it on the NIC.
     #[inline]
     pub(crate) fn readiness(&self) -> Readiness {
-        // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way
-        // round.
+        // `read` first: bytes that another thread reads meanwhile may then count as unread, but unread bytes never as
+        // read.
         let read = self.read.load(Ordering::Acquire);
         let length = self.send_memory().length();
         let acknowledged = self.room_ends.load(RELAXED).wrapping_sub(length);
@@ -543,7 +548,7 @@ impl Connection {
         block.word(block::READ_SEQ).store(read, Ordering::Release);
     }
 
-    /// Records that the NIC has a message that the program has read up to `read`.
+    /// Records that the NIC was told that the program has read up to `read`.
     pub(crate) fn note_reported(&self, read: u32) {
         self.reported_read.store(read, RELAXED);
         self.report_at.store(read.wrapping_add(1 << self.report_shift.load(RELAXED)), RELAXED);
@@ -562,8 +567,8 @@ impl Connection {
         Inside(self.memory.words())
     }
 
-    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff, or if
-    /// SO_SNDBUF was made smaller.)
+    /// Bytes that can be queued. (More bytes may be queued than are allowed, if the kernel's queue was larger at the
+    /// handoff, or if SO_SNDBUF was made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
         self.signed_room().max(0) as u32
@@ -581,7 +586,7 @@ impl Connection {
         self.load(block::FLAGS) & block::FLAG_OPENING != 0
     }
 
-    /// Whether the NIC could not open it: it has ended, and never had memory.
+    /// Whether the NIC could not open the connection: it has ended, and never had memory.
     pub fn was_not_opened(&self) -> bool {
         self.ended().is_some() && self.load(block::RECEIVE_SIZE) == 0
     }
@@ -612,28 +617,28 @@ impl Connection {
         self.load(block::PROCESSOR).checked_sub(1)
     }
 
-    /// Counts bytes that the program has sent or received in the kernel: by these the agent finds which connections are
-    /// worth a place on a NIC that is full. Where threads count at the same time, or the connection moves meanwhile, a
-    /// count may be lost.
+    /// Counts bytes that the program has sent or received in the kernel: when the NIC is full, the agent chooses by
+    /// these counts which connections get a place. If several threads count at the same time, or the connection moves
+    /// meanwhile, some bytes may not be counted.
     pub fn count_in_kernel(&self, bytes: u32) {
         self.store(block::TRAFFIC, self.load(block::TRAFFIC).wrapping_add(bytes));
     }
 
-    /// Notes that the program has shut down receiving: where nothing is unread the stream has ended from now on, and
-    /// the kernel's socket is shut down when it has the connection again. The caller has entered; the NIC has it.
+    /// Records that the program has shut down receiving. The stream ends after the bytes that are unread now, and the
+    /// kernel's socket is shut down when the connection is restored. The caller has entered; the NIC has it.
     pub fn shut_receiving(&self) {
         self.set_flag(block::FLAG_RECEIVING_SHUT, true);
         self.fin.store(true, Ordering::Release);
     }
 
-    /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the
-    /// next one looks here.
+    /// Records whether the program has closed the connection. The agent may die before it reads the request to forget
+    /// it; the next agent reads this flag.
     pub(crate) fn note_closed(&self, closed: bool) {
         self.set_flag(block::FLAG_CLOSED, closed);
     }
 
     pub(crate) fn set_flag(&self, flag: u32, on: bool) {
-        // The agent may change others of them at the same time.
+        // Atomically, since the agent may change other flags at the same time.
         let flags = self.word(block::FLAGS);
         if on {
             flags.fetch_or(flag, Ordering::AcqRel)
@@ -647,8 +652,8 @@ impl Connection {
 mod tests {
     use super::*;
 
-    /// A thread is late with a connection: the object represents the next one, and another thread is inside that, when
-    /// it leaves. It leaves what it has entered.
+    /// When a late thread leaves a connection, the object represents the next one, and another thread is inside that.
+    /// The late thread leaves the block that it has entered.
     #[test]
     fn a_late_thread_leaves_what_it_has_entered() {
         let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
@@ -664,7 +669,8 @@ mod tests {
         assert_eq!((busy(3), busy(4)), (0, 0));
     }
 
-    /// A connection is read while the agent writes where its memory is: half of that is no error of the connection's.
+    /// A connection's block is read while the agent writes the words that say where its memory is: words that do not
+    /// fit together then do not fail the connection.
     #[test]
     fn what_is_half_written_ends_no_connection() {
         let memory = Arc::new(Region::private(session::HEAP).expect("memory"));

@@ -1,4 +1,4 @@
-//! A UDP socket whose datagrams the NIC has: the program's ends of its rings, and the hosts that it can send to.
+//! A UDP socket that is on the NIC: the program's ends of its rings, and the hosts that the NIC can send to.
 
 use crate::ring_memory::RingBlock;
 use crate::shared::Shared;
@@ -23,8 +23,8 @@ const SEND: u32 = 1 << 18;
 const LEAST: u32 = 1 << 16;
 const MOST: u32 = 1 << 24;
 
-/// Microseconds after which a host to which the NIC had no way is asked for again: if the kernel is looking for its
-/// link address, and otherwise.
+/// Microseconds after which the agent is asked again about a host that the NIC could not send to: while the kernel
+/// resolves its link address, and in all other cases.
 const ASK_SOON: u64 = 2000;
 const ASK_AGAIN: u64 = 1_000_000;
 
@@ -32,7 +32,7 @@ const ASK_AGAIN: u64 = 1_000_000;
 const HEADERS_V4: u32 = 28;
 const HEADERS_V6: u32 = 48;
 
-/// What is known of the ways: their version, and for each host the longest packet, or when to ask again.
+/// What is known of the routes: their version, and for each host the longest packet, or when to ask again.
 type Ways = (u32, HashMap<IpAddr, Result<u32, u64>>);
 
 /// A UDP socket on the NIC.
@@ -49,7 +49,7 @@ pub struct Datagrams {
     number: AtomicU32,
     agent_starts: AtomicU32,
     ways: Mutex<Ways>,
-    /// The rings' memory, which is kept for longer if a NIC may use them.
+    /// The rings' memory. It stays taken after the drop as long as a NIC may use it.
     _block: RingBlock,
 }
 
@@ -62,8 +62,8 @@ impl Datagrams {
     /// descriptor another number.
     ///
     /// # Errors
-    /// `OutOfMemory` if the session has no room left, or waits for the NIC to leave too many rings that were given up;
-    /// else the failed system call's.
+    /// `OutOfMemory` if the session has no room left, or too many rings that were given up may still be used by the
+    /// NIC; else the failed system call's.
     pub fn new(shared: &Shared, receive: u32, renumber: impl Fn(OwnedFd) -> OwnedFd) -> io::Result<Datagrams> {
         let memory = shared.memory().clone();
         let receive = receive.clamp(LEAST, MOST).next_power_of_two();
@@ -90,7 +90,7 @@ impl Datagrams {
         })
     }
 
-    /// Lets the NIC have the socket's datagrams, as the socket is now.
+    /// Gives the socket's datagrams to the NIC, with the socket's present address, peer and options.
     ///
     /// # Errors
     /// See [`Shared::take_datagrams`].
@@ -115,7 +115,7 @@ impl Datagrams {
         self.word(datagrams::ON_NIC) == 1 && !self.has_new_agent()
     }
 
-    /// Whether there is another agent, which does not know the socket.
+    /// Whether the agent was replaced by another one, which does not know the socket.
     pub fn has_new_agent(&self) -> bool {
         self.starts() != self.agent_starts.load(Ordering::Acquire)
     }
@@ -140,8 +140,9 @@ impl Datagrams {
         locked(&self.receive).peek().map(|record| record.length)
     }
 
-    /// Takes the next datagram, or only looks at it. `take` gets its sender, its length, and a function that copies its
-    /// bytes from an offset on. False if there is none: then the doorbell rings for the next one.
+    /// Takes the next datagram, or leaves it in the ring if `only_look`. `take` gets its sender, its length, and a
+    /// function that copies its bytes from an offset on. False if there is none: the doorbell then rings for the next
+    /// one.
     pub fn receive(
         &self,
         shared: &Shared,
@@ -158,7 +159,8 @@ impl Datagrams {
                 self.bell.clear();
                 self.wish.make();
                 if reader.peek().is_some() {
-                    // The NIC may have put it there before it could see the wish.
+                    // The NIC may have queued a datagram before it saw the request for the doorbell, so it is told to
+                    // look.
                     let _ = shared.announce_datagrams(self.number(), token);
                 }
             }
@@ -205,8 +207,8 @@ impl Datagrams {
         sent
     }
 
-    /// Gives the socket to the kernel; with `replay` what is unread as well. Nobody else may use the rings meanwhile.
-    /// If the agent does not confirm it in time the rings' memory stays taken until it does.
+    /// Gives the socket to the kernel, with `replay` also its unread datagrams. No other thread may use the rings
+    /// meanwhile. If the agent does not confirm in time, the rings' memory stays taken until it does.
     pub fn end(&self, shared: &Shared, replay: bool) {
         let reader = locked(&self.receive);
         let _ = shared.end_datagrams(self.number(), replay);
@@ -218,7 +220,7 @@ impl Datagrams {
 mod tests {
     use super::*;
 
-    /// A socket that is closed before its NIC has left its rings: nobody else gets them until it has.
+    /// A socket is closed while its NIC may still use its rings: they are not reused until the NIC has left them.
     #[test]
     fn rings_that_a_nic_may_use_are_nobody_elses() {
         let memory = Arc::new(Region::private(session::HEAP + (16 << 20)).expect("memory"));
@@ -226,7 +228,7 @@ mod tests {
         let free = || shared.buffers.lock().expect("the heap").free_bytes();
         let socket = || Datagrams::new(&shared, 0, |fd| fd).expect("rings");
         let all = free();
-        // The agent has never had this one.
+        // This socket was never given to the agent.
         drop(socket());
         assert_eq!(free(), all);
         let first = socket();

@@ -1,8 +1,8 @@
-//! Every Baton that runs on this machine, those of `baton run` too: found in /proc, so that nothing has to be
-//! registered and nothing is left behind by one that was killed.
+//! Finds every Baton that runs on this machine, those of `baton run` too. They are found in /proc, so nothing has to be
+//! registered, and one that was killed leaves nothing behind.
 //!
-//! Any process may call itself an agent, and hold up who reads some of its entries: so agents are found by name, which
-//! never waits, and not by command line, and the rest is read for a bounded time.
+//! Any process may call itself an agent, and can delay a process that reads some of its entries. So agents are found by
+//! name, which never waits, and not by command line, and their other entries are read within a bounded time.
 
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
@@ -22,23 +22,23 @@ pub struct Agent {
     pub socket: PathBuf,
 }
 
-/// Time in which all processes that call themselves agents are looked at.
+/// Time limit for examining all processes that call themselves agents.
 const LIMIT: Duration = Duration::from_millis(500);
 
-/// What runs on this machine.
+/// The agents that were found on this machine.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Found {
     /// The agents of this user, and the host's (`baton up`); of all users for root. By process.
     pub agents: Vec<Agent>,
-    /// Processes that call themselves agents, and hold up who looks at them.
+    /// Processes that call themselves agents, and could not be examined in time.
     pub silent: Vec<u32>,
 }
 
-/// The agents of this machine. What ends meanwhile is left out.
+/// The agents of this machine. Those that end meanwhile are left out.
 pub fn agents() -> Found {
     let named = process::all().into_iter().filter(|process| process::name(*process).as_deref() == Some(AGENT_NAME));
     let mut named: Vec<u32> = named.collect();
-    // Those of other users last: they cannot use up the time.
+    // Other users' processes come last, so that they cannot use up the time.
     let ours = |process: u32| process::user_of(process).is_ok_and(|user| [0, process::user()].contains(&user));
     named.sort_by_key(|process| (!ours(*process), *process));
     let (mut found, until) = (Found::default(), monotonic_micros() + LIMIT.as_micros() as u64);
@@ -49,7 +49,7 @@ pub fn agents() -> Found {
             None => found.silent.push(process),
         }
     }
-    // Whoever is not root cannot look at root's processes; what is at the usual path is for everybody.
+    // Without root's rights root's processes cannot be examined. The agent at the usual path is open to all users.
     if process::user() != 0
         && let Some(agent) = usual(Path::new(crate::DEFAULT_SOCKET))
         && found.agents.iter().all(|other| other.socket != agent.socket)
@@ -60,7 +60,7 @@ pub fn agents() -> Found {
     found
 }
 
-/// Who listens at the path at which `baton up` does.
+/// The agent that listens at `path`, the path of `baton up`.
 fn usual(path: &Path) -> Option<Agent> {
     let process = Channel::try_connect_to_anybody(path).and_then(|channel| channel.peer_process()).ok()?;
     Some(Agent { process, socket: path.to_owned() })
@@ -81,12 +81,12 @@ fn listening_at<'a>(line: &'a str, inodes: &HashSet<String>) -> Option<&'a Path>
     let flags = fields.nth(3)?;
     let rest = line.split_whitespace().nth(6).filter(|inode| inodes.contains(*inode))?;
     let path = line[line.rfind(rest)? + rest.len()..].trim_start();
-    // A path of ours has no control characters, which a terminal would act on.
+    // Baton's paths have no control characters, which a terminal would act on.
     (flags == "00010000" && path.starts_with('/') && !path.contains(char::is_control)).then(|| Path::new(path))
 }
 
-/// A path of another process's mount namespace, as this process can reach it. A service has a namespace of its own that
-/// shows most of the host's paths: then the path leads to the process from here, too.
+/// A path of another process's mount namespace, as this process can reach it. A systemd service may have a namespace of
+/// its own in which most of the host's paths are the same: then the path leads to the process from here, too.
 fn reachable(process: u32, path: &Path) -> PathBuf {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/mnt")).ok();
     if namespace("self") == namespace(&process.to_string()) || listens_at(process, path) {
@@ -95,7 +95,7 @@ fn reachable(process: u32, path: &Path) -> PathBuf {
     Path::new(&format!("/proc/{process}/root")).join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// Whether it is this process that listens at a path of this mount namespace.
+/// Whether this process listens at a path of the caller's mount namespace.
 fn listens_at(process: u32, path: &Path) -> bool {
     Channel::try_connect_to_anybody(path).and_then(|channel| channel.peer_process()).is_ok_and(|peer| peer == process)
 }

@@ -1,8 +1,8 @@
 //! The end of a session: agent and keeper have ended, in order or killed, and the control connection is hung up.
 //!
-//! After an orderly end every connection is in the kernel. After any other one those that the NIC had are lost: what
-//! they had received can still be read, then they fail as after a reset. No agent is left that could write the words of
-//! a connection's block, so the program writes them.
+//! After an orderly end every connection is in the kernel. After any other end the connections on the NIC are lost: the
+//! bytes that they had received can still be read, then they fail as after a reset. Since no agent is left to write the
+//! words of a connection's block, the program writes them.
 
 use crate::connection::Connection;
 use crate::shared::Shared;

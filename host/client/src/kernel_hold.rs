@@ -1,9 +1,9 @@
 //! Connections that their program holds in the kernel while it forks.
 //!
-//! There may be very many, and the fork waits for all. So each takes some instructions on its block. The blocks lie one
-//! after the other in session memory, where the processor loads them ahead, and which a fork neither copies nor
-//! protects. Of the program's own memory only the list of their numbers is used: what it has for each connection is
-//! scattered over many pages, and a page that is written around a fork is copied.
+//! There may be very many, and the fork waits until all are held. So each costs only some instructions on its block.
+//! The blocks are contiguous in session memory, so the processor prefetches them, and a fork neither copies nor
+//! write-protects that memory. Of the program's own memory only a list of numbers is written: its objects for the
+//! connections are scattered over many pages, and each page that is written around a fork is copied.
 
 use crate::shared::Shared;
 use baton_abi::layout::{Owner, block, session};
@@ -12,10 +12,10 @@ use baton_ring::Token;
 use baton_shm::Region;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-/// Connections of a session that a thread holds in the kernel: no move of them begins until this is dropped, and the
-/// agent finds noted then that other processes may have their sockets.
+/// Connections of a session that a thread holds in the kernel: no move of them begins until this is dropped. Dropping
+/// it marks them, so that the agent learns that other processes may have their sockets.
 ///
-/// A child forgets it: the memory is its parent's, too.
+/// A child of the fork must forget it (not drop it), since it shares the memory with its parent.
 #[derive(Debug)]
 pub struct KernelHold<'a> {
     memory: &'a Region,
@@ -40,7 +40,8 @@ fn leave(memory: &Region, numbers: &[u32]) {
     for number in numbers {
         word(memory, *number, block::BUSY).store(0, Ordering::Release);
     }
-    // Who moves one sets its owner first, then looks whether a thread is inside: one barrier is enough for all.
+    // The agent, to move a connection, sets its owner first and then checks whether a thread is inside. So one barrier
+    // is enough for all of these.
     fence(Ordering::SeqCst);
     for number in numbers {
         if owner(memory, *number) == Owner::Moving {
@@ -80,7 +81,7 @@ fn mark(memory: &Region, number: u32) {
 }
 
 impl<'a> KernelHold<'a> {
-    /// Holds none of this session's yet.
+    /// A hold without connections yet.
     pub fn begin(shared: &'a Shared) -> KernelHold<'a> {
         KernelHold::on(shared.memory())
     }
@@ -89,8 +90,8 @@ impl<'a> KernelHold<'a> {
         KernelHold { memory, numbers: Vec::new() }
     }
 
-    /// Holds the connection with this number, by an operation that the thread is inside of from now on. Returns false,
-    /// and holds nothing more, if the kernel does not have it, or a thread is inside an operation on it.
+    /// Holds the connection with this number: the calling thread is inside an operation on it from now on. Returns
+    /// false, without holding it, if it is not in the kernel, or a thread is inside an operation on it.
     pub fn add(&mut self, number: u32, token: Token) -> bool {
         let held = hold(self.memory, number, token);
         if held {
@@ -102,8 +103,8 @@ impl<'a> KernelHold<'a> {
 
 impl Drop for KernelHold<'_> {
     fn drop(&mut self) {
-        // Not before the fork: the agent takes the mark away when it begins to search for other processes, and such a
-        // search would not find the child that is not there yet.
+        // The mark is set after the fork: the agent clears it when it begins to search for other processes, and a
+        // search before the fork would not find the child.
         for number in &self.numbers {
             mark(self.memory, *number);
         }
@@ -126,8 +127,8 @@ mod tests {
         word(memory, number, block::FLAGS).load(RELAXED) & block::FLAG_SHARED != 0
     }
 
-    /// What the kernel has stays there during a fork, and the agent learns of that. Nothing else is held, nor waited
-    /// for.
+    /// Connections in the kernel are held during a fork and marked for the agent. No others are held, and no thread is
+    /// waited for.
     #[test]
     fn a_fork_holds_what_is_in_the_kernel() {
         let memory = memory();
@@ -152,7 +153,7 @@ mod tests {
         assert!([2, 4].iter().all(|other| !is_marked(&memory, *other) && word(&memory, *other, block::BUSY).load(RELAXED) == 0));
     }
 
-    /// The agent begins to search for other processes after a connection is held, and before the child is there: that
+    /// The agent begins to search for other processes after a connection is held and before the child exists: that
     /// search must not count.
     #[test]
     fn a_search_before_the_child_is_there_does_not_count() {
@@ -167,7 +168,8 @@ mod tests {
         assert_eq!(flags.load(RELAXED), block::FLAG_SHARED | block::FLAG_CORK);
     }
 
-    /// The agent moves a connection as soon as it is left: all are marked before the first one is.
+    /// The agent may move a connection as soon as its operation is left: so all are marked before the first one is
+    /// left.
     #[test]
     fn what_is_left_is_marked() {
         const ALL: u32 = session::MAX_CONNECTIONS as u32;
@@ -190,7 +192,7 @@ mod tests {
         });
     }
 
-    /// All blocks of a session are held at once: each is left, and what is kept meanwhile is a number for each.
+    /// All blocks of a session are held at once and left again; meanwhile only a number is kept for each.
     #[test]
     fn a_hold_takes_a_number_for_each_connection() {
         const ALL: u32 = session::MAX_CONNECTIONS as u32;

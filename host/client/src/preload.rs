@@ -1,4 +1,4 @@
-//! How LD_PRELOAD names the library for unmodified programs.
+//! The value of LD_PRELOAD that loads the library for unmodified programs.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -39,12 +39,12 @@ pub fn contains(libraries: &[u8]) -> bool {
     names(libraries, LIBRARY.as_bytes())
 }
 
-/// What precedes the library's path. The dynamic linker of glibc replaces `$LIB` by the name of its folder of
-/// libraries, which is in the root or in a few folders from there. That of musl finds nothing under such a path and
-/// goes on; it could not load the library, and would end the program.
+/// What precedes the library's path. glibc's dynamic linker replaces `$LIB` by the name of its library folder, which is
+/// in the root or a few folders below. musl's dynamic linker finds no file under such a path and continues; if it found
+/// the library, it could not load it and would end the program.
 const FOR_GLIBC: &str = "/$LIB/../../../../../../../..";
 
-/// The library's path such that only glibc finds it.
+/// The library's path in a form that only glibc finds.
 fn for_glibc(library: &Path) -> OsString {
     let mut path = OsString::new();
     // Systems without this folder have their libraries elsewhere.
@@ -55,8 +55,8 @@ fn for_glibc(library: &Path) -> OsString {
     path
 }
 
-/// The parts of a value of [`VARIABLE`] before and after what only glibc understands; together they name the library's
-/// path as it is.
+/// The parts of a value of [`VARIABLE`] before and after the part that only glibc understands. Joined, they give the
+/// library's plain path.
 pub fn around_token(libraries: &[u8]) -> Option<(&[u8], &[u8])> {
     let at = libraries.windows(FOR_GLIBC.len()).position(|part| part == FOR_GLIBC.as_bytes())?;
     Some((&libraries[..at], &libraries[at + FOR_GLIBC.len()..]))

@@ -1,5 +1,5 @@
-//! The memory of datagram rings. A NIC may use rings for longer than the program: it is slow, or has not answered in
-//! time. So what the program gives up is free only when the agent has shown that no NIC uses it ([`datagrams::HELD`]).
+//! The memory of datagram rings. A NIC that is slow may use rings for longer than the program. So memory that the
+//! program gives up is free only when the agent has recorded that no NIC uses it ([`datagrams::HELD`]).
 
 use crate::heap::Heap;
 use baton_abi::layout::{datagrams, session};
@@ -9,11 +9,11 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Rings that were given up and may be used by a NIC still, when there are no more for further sockets: these stay in
+/// Most rings that were given up and may still be used by a NIC. Above that, further sockets get no rings and stay in
 /// the kernel. Each takes a third of a MiB at least.
 const MOST_AWAITED: usize = 64;
 
-/// Where rings come from: a session's heap.
+/// The source of rings: a session's heap.
 #[derive(Clone, Debug)]
 pub(crate) struct RingMemory {
     memory: Arc<Region>,
@@ -22,7 +22,7 @@ pub(crate) struct RingMemory {
     awaited: Arc<Mutex<Vec<Place>>>,
 }
 
-/// Rings in session memory. Dropped, they are the heap's again as soon as no NIC uses them.
+/// Rings in session memory. After the drop they return to the heap as soon as no NIC uses them.
 #[derive(Debug)]
 pub(crate) struct RingBlock {
     source: RingMemory,
@@ -38,12 +38,12 @@ fn out_of_memory() -> io::Error {
 }
 
 impl RingMemory {
-    /// That of a session.
+    /// The source of a session's rings.
     pub fn new(memory: &Arc<Region>, heap: &Arc<Mutex<Heap>>) -> RingMemory {
         RingMemory { memory: memory.clone(), heap: heap.clone(), awaited: Arc::default() }
     }
 
-    /// Takes memory for rings of so many bytes, with zeros in the words in front of them.
+    /// Takes memory for rings of these sizes in bytes, and clears the words in front of them.
     ///
     /// # Errors
     /// `OutOfMemory` if there is none, or too many rings that were given up may be used by a NIC still.
@@ -64,13 +64,14 @@ impl RingMemory {
         locked(&self.heap).give(place.base, place.bytes().next_power_of_two());
     }
 
-    /// Whether a NIC may use rings. Those of an agent that has died no NIC uses: its NIC has ended, too.
+    /// Whether a NIC may use these rings. No NIC uses the rings of an agent that has died, since its NIC has ended,
+    /// too.
     fn is_held(&self, place: &Place) -> bool {
         let load = |word: usize| self.memory.word32(word).load(Ordering::Acquire);
         load(place.base as usize + datagrams::HELD) == datagrams::held(load(session::AGENT_STARTS))
     }
 
-    /// Gives back what no NIC uses any more. Returns how many rings are left.
+    /// Returns rings to the heap that no NIC uses any more. Returns how many are left.
     fn reclaim(&self) -> usize {
         let mut awaited = locked(&self.awaited);
         awaited.retain(|place| {

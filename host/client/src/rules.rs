@@ -19,7 +19,7 @@ pub enum When {
     Bytes(u64),
     /// After this many requests: changes from receiving to sending.
     Requests(u64),
-    /// Whenever it carries this many bytes a second, until it carries much less.
+    /// While it carries at least this many bytes per second; it goes back when it carries much less.
     Hot(u32),
     /// Never.
     Never,
@@ -352,7 +352,7 @@ impl Nagle {
         }
     }
 
-    /// Where it is unless chosen otherwise.
+    /// Where Nagle's rule is applied by default.
     pub fn usual(interface: Interface) -> Nagle {
         if interface == Interface::Aggregated { Nagle::Host } else { Nagle::Nic }
     }
@@ -363,7 +363,7 @@ impl Nagle {
 pub struct Run {
     /// Path of the agent's socket.
     pub socket: std::path::PathBuf,
-    /// The user whose listener at that path is believed, beside root's.
+    /// The user, besides root, whose listener at that path is trusted.
     #[serde(default)]
     pub user: u32,
     /// The group that its sessions belong to.
@@ -373,7 +373,7 @@ pub struct Run {
     /// The agent moves them there and back at random.
     #[serde(default)]
     pub flips: bool,
-    /// They are handed over as soon as their rule matches, worth it or not.
+    /// Connections are handed over as soon as their rule matches, even if the move does not pay.
     #[serde(default)]
     pub eager: bool,
     /// Who makes its connections.
@@ -385,7 +385,7 @@ pub struct Run {
     /// Where Nagle's rule keeps its small sends back.
     #[serde(default)]
     pub nagle: Nagle,
-    /// Number of filters of its system calls (seccomp) that are known to let through what the library needs.
+    /// Number of the process's seccomp filters that are known to let through the calls that the library needs.
     #[serde(default)]
     pub filters: u32,
     /// A system call that a further filter does not let through.

@@ -13,10 +13,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Bytes that are copied at a time where the NIC cannot take them from the buffer.
+/// Bytes that are copied at a time if the NIC cannot take them from the buffer.
 const PIECE: usize = 1 << 16;
 
-/// The session's table of sends from buffers, which it makes for the first of them.
+/// The session's table of sends from buffers, which is made at the first such send.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     at: Option<u32>,
@@ -33,7 +33,7 @@ impl Table {
         self.at
     }
 
-    /// Clears what the connection that had this number before has left.
+    /// Clears entries of the previous connection with this number.
     pub fn clear(&self, memory: &Region, connection: u32) {
         let Some(table) = self.at else { return };
         (0..BUFFERS_SENT).for_each(|entry| clear(memory, table, connection, entry));
@@ -63,15 +63,15 @@ struct Part {
 pub(crate) struct Sends {
     /// In order; those on the NIC.
     parts: VecDeque<Part>,
-    /// Moves that the connection had made when they were queued. Its bytes lie in its send memory, or are the kernel's,
-    /// once it has moved.
+    /// Moves that the connection had made when they were queued. Once the connection has moved since, their bytes are
+    /// in send memory or in the kernel.
     moves: u32,
-    /// Calls whose bytes nobody needs any more, and that [`Sends::take_done`] has not returned yet.
+    /// Number of calls whose bytes are no longer needed and that [`Sends::take_done`] has not returned yet.
     done: usize,
 }
 
 impl Sends {
-    /// The number of calls, in their order, whose bytes were released since this was last asked for.
+    /// The number of calls, in their order, whose bytes were released since the last call of this function.
     pub fn take_done(&mut self) -> usize {
         std::mem::take(&mut self.done)
     }
@@ -81,7 +81,7 @@ impl Sends {
         self.parts.iter().any(|part| part.entry.is_some())
     }
 
-    /// Releases what the peer has acknowledged, and all if the connection has moved, or has ended on the NIC.
+    /// Releases the bytes that the peer has acknowledged, and all if the connection has moved, or has ended on the NIC.
     pub fn release(&mut self, shared: &Shared, table: &Table, connection: &Connection, token: Token) {
         if self.parts.is_empty() {
             return;
@@ -106,7 +106,7 @@ impl Sends {
     }
 
     /// Queues a part of a buffer, as much as there is room for. Returns how much. The caller has entered the
-    /// connection, which is on the NIC. The bytes are copied where the NIC cannot take them from there.
+    /// connection, which is on the NIC. The bytes are copied if the NIC cannot take them from the buffer.
     pub fn send(
         &mut self,
         (shared, store, table): (&Shared, &Store, &mut Table),
@@ -137,7 +137,7 @@ impl Sends {
         Ok(sent)
     }
 
-    /// The same of a connection in the kernel, into whose socket `send` puts bytes.
+    /// As `send`, for a connection in the kernel; the argument `send` writes to its socket.
     pub fn send_in_kernel(
         &mut self,
         buffer: &Buffer,
@@ -150,7 +150,7 @@ impl Sends {
     }
 }
 
-/// Gives `send` the first bytes of a part of a buffer.
+/// Copies the first bytes of a part of a buffer and passes them to `send`.
 fn copied(buffer: &Buffer, range: Range<usize>, send: impl FnOnce(&[u8]) -> io::Result<usize>) -> io::Result<usize> {
     let mut bytes = vec![0; range.len().min(PIECE)];
     buffer.read(range.start, &mut bytes);

@@ -33,7 +33,7 @@ const SO_INCOMING_CPU: (i32, i32) = (1, 49);
 struct Adopted {
     fd: OwnedFd,
     connection: Arc<Connection>,
-    /// It is in the list of connections that may be ready.
+    /// Whether the connection is in the list of those that may be ready.
     ready: bool,
 }
 
@@ -55,18 +55,18 @@ pub struct Session {
     store: Store,
     /// Posted buffers for the bytes that arrive next, of the few connections that have any.
     posts: BTreeMap<ConnectionId, Posts>,
-    /// Bytes in buffers that the NIC sends, or has sent, of the few connections that have any; and those of connections
-    /// that are gone while the NIC may still send.
+    /// Sends from buffers, of the few connections that have any; and those of released connections that the NIC may
+    /// still be sending.
     sends: BTreeMap<ConnectionId, Sends>,
     kept: Vec<(Arc<Connection>, Sends)>,
     table: Table,
 }
 
-/// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections
-/// in the kernel, those that are watched, and the agent's.
+/// Most polls in a row that return connections on the NIC without checking the descriptors (of connections in the
+/// kernel, watched ones, and the agent's), since that costs a system call.
 const MOST_UNLOOKED: u32 = 8;
 
-/// Ignores `WouldBlock`: what cannot be done now is done later.
+/// Ignores `WouldBlock`, for an operation that is repeated later.
 fn later(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -87,7 +87,8 @@ impl Session {
         Session::open(path, Opening::alone())
     }
 
-    /// The same with partial offload: the NIC keeps only the fast path of the session's connections, where it can.
+    /// As [`Session::connect`], with partial offload: the NIC runs only the fast path of the session's connections, if
+    /// it can.
     ///
     /// # Errors
     /// As [`Session::connect`].
@@ -135,11 +136,11 @@ impl Session {
         self.try_adopt(fd).map_err(|(error, _)| error)
     }
 
-    /// As [`Session::adopt`], for a connection that is to go on in the kernel if it is not adopted.
+    /// As [`Session::adopt`], for a connection that the program continues to use in the kernel if it is not adopted.
     ///
     /// # Errors
-    /// The descriptor, and why: `TimedOut`, `WouldBlock` or `ResourceBusy` if trying again may help (the agent does not
-    /// answer: a NIC has died, say), anything else if this connection can never be moved.
+    /// The descriptor, and why: `TimedOut`, `WouldBlock` or `ResourceBusy` if trying again may help (for example, the
+    /// agent does not answer because a NIC has died), anything else if this connection can never be moved.
     pub fn try_adopt(&mut self, fd: OwnedFd) -> Result<ConnectionId, (io::Error, OwnedFd)> {
         let connection = match self.shared.register(fd.as_fd(), false) {
             Ok(connection) => connection,
@@ -193,7 +194,7 @@ impl Session {
         let released = self.shared.forget(&adopted.connection, false);
         let sends = self.sends.remove(&id).filter(Sends::any);
         self.kept.extend(sends.map(|sends| (adopted.connection.clone(), sends)));
-        // Of a connection that has left the NIC nothing is read any more.
+        // The NIC no longer reads the buffers of connections that have left it.
         self.kept.retain(|(connection, _)| ![Owner::Kernel, Owner::Nobody].contains(&connection.owner()));
         let _ = self.poller.remove(adopted.fd.as_fd());
         released.map(|()| adopted.fd)
@@ -215,7 +216,7 @@ impl Session {
         self.poller.add(fd, WATCHED, Trigger::Readable)
     }
 
-    /// Handles the end of agent and keeper: what the NIC had is lost, and its peers are reset.
+    /// Handles the end of agent and keeper: connections that were on the NIC are lost, and their peers are reset.
     fn end(&mut self) {
         let _ = self.poller.remove(self.shared.hangs_up());
         if self.shared.notice_end(ME) {
@@ -256,12 +257,13 @@ impl Session {
 
     /// Queues a part of a buffer for sending, as much as there is room for, without a copy by this program: while the
     /// connection is on the NIC, the NIC takes the bytes from the buffer, again if they are lost, until the peer has
-    /// acknowledged them. Where it cannot (more than seven such parts are unacknowledged, an interface that joins
-    /// sends, partial offload), and in the kernel, they are copied. Returns how many bytes were queued: one part.
+    /// acknowledged them. They are copied in the kernel, and where the NIC cannot do that: if more than seven such
+    /// parts are unacknowledged, with an interface that joins sends, and with partial offload. Returns how many bytes
+    /// were queued: one part.
     ///
-    /// What lies there must stay as it is until [`Session::take_sent`] has counted the part: else the peer may get
-    /// other bytes. Nothing else goes wrong then. The same buffer may be sent on many connections. Its memory is not
-    /// used for anything else before all have sent it, even if it is dropped.
+    /// The bytes must stay unchanged until [`Session::take_sent`] has counted the part: else the peer may get other
+    /// bytes. That is the only consequence. The same buffer may be sent on many connections. Its memory is not used for
+    /// anything else before all have sent it, even if it is dropped.
     ///
     /// # Errors
     /// `InvalidInput` if the range is empty or not in the buffer, else as [`Session::send`].
@@ -283,8 +285,8 @@ impl Session {
         })
     }
 
-    /// The number of parts that [`Session::send_buffer`] has queued, in their order, which nobody needs any more, since
-    /// this was last called: what lies there may be changed. It does not wait.
+    /// The number of parts queued by [`Session::send_buffer`], in their order, that are no longer needed since the last
+    /// call of this: their bytes may now be changed. It does not wait.
     ///
     /// # Errors
     /// If there is no such connection.
@@ -484,7 +486,7 @@ impl Session {
         Ok(())
     }
 
-    /// Looks at the descriptors, and waits for them if nothing is ready.
+    /// Polls the descriptors, and waits for them if no connection is ready.
     fn look(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.unlooked = 0;
         let sleeps = self.ready.is_empty() && timeout != Some(Duration::ZERO);

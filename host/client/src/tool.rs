@@ -14,22 +14,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time that an agent gets to answer somebody who only looks, and one of another user for all of its answers.
+/// Time limit for each answer to a tool that only reads; for all answers together if the agent is another user's.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// Time that another user's agent gets for what root asks it to do.
+/// Time limit for another user's agent to answer a request of root's.
 const FOREIGN: Duration = Duration::from_secs(10);
 
-/// Pause before an agent that has no room for another client, or does not listen yet, is tried again.
+/// Pause before the next attempt to connect to an agent that has no room for another client, or does not listen yet.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// How often an agent is asked, and the next one that its keeper starts.
+/// How many times a request is sent if agents die before they answer and their keeper starts the next one.
 const MOST_ASKED: u32 = 5;
 
 /// Most connections in the lists of one agent: more than its sessions can have.
 const MOST_LISTED: usize = 1 << 20;
 
-/// A tool's connection to the agent. The texts in all answers are such that they can be shown.
+/// A tool's connection to the agent. The texts in all answers are safe to print.
 pub struct Tool {
     channel: Channel,
     tag: u32,
@@ -67,8 +67,9 @@ impl Limit {
 }
 
 impl Tool {
-    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives
-    /// them anything. An agent that has just died gets a second to be started again by its keeper.
+    /// Connects to the agent at a path. Root may connect to other users' agents: neither requests nor answers give
+    /// those users anything. After an agent's death this waits up to a second until its keeper has started the next
+    /// one.
     ///
     /// # Errors
     /// If no agent listens there, or one of another user.
@@ -90,8 +91,8 @@ impl Tool {
         Ok(Tool { channel, tag: 0, limit })
     }
 
-    /// Connects to the agent at a path to look at what it has. Root may look at other users' agents; `process` is then
-    /// the one that is to listen there, if that is known. Nothing is waited for longer than a second.
+    /// Connects to the agent at a path for reading only. Root may read other users' agents; `process` is then the
+    /// process that is expected to listen there, if that is known. No wait takes longer than a second.
     ///
     /// # Errors
     /// As [`Tool::connect`], or if the agent does not accept the connection, or is another process.
@@ -112,7 +113,8 @@ impl Tool {
             return Ok(Tool { channel, tag: 0, limit: Limit::Each(LIMIT) });
         }
         if own != 0 {
-            // In a container the path may say more.
+            // In a user namespace the host's root is shown as another user: then the path decides whether the listener
+            // is trusted.
             let channel = Channel::connect(path).with_context(absent)?;
             return Ok(Tool { channel, tag: 0, limit: Limit::Each(LIMIT) });
         }
@@ -122,8 +124,7 @@ impl Tool {
         Ok(Tool { channel, tag: 0, limit: Limit::Until(deadline) })
     }
 
-    /// What is asked from now on may take as long as if the tool had just connected: for tools that look again and
-    /// again.
+    /// Begins a new time limit for all answers, as if the tool had just connected. For tools that read periodically.
     pub fn begin_round(&mut self) {
         if let Limit::Until(deadline) = &mut self.limit {
             *deadline = monotonic_micros() + LIMIT.as_micros() as u64;
@@ -141,7 +142,7 @@ impl Tool {
     fn send_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<u32> {
         self.tag = self.tag.wrapping_add(1);
         let request = Request { tag: self.tag, body };
-        // Who waits for no answer does not wait for room either.
+        // With a time limit for answers this does not wait for room to send either.
         match self.limit {
             Limit::None => self.channel.send(&request, descriptors)?,
             Limit::Each(_) | Limit::Until(_) => self.channel.try_send(&request, descriptors)?,
@@ -175,10 +176,10 @@ impl Tool {
         self.ask_with(body, &[])
     }
 
-    /// As [`Tool::ask`], with descriptors that come along.
+    /// As [`Tool::ask`], with descriptors attached to the request.
     ///
     /// # Errors
-    /// If the agent has ended, or agents die of the request.
+    /// If the agent has ended, or several agents die one after the other before they answer.
     pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
         for _ in 0..MOST_ASKED {
             let tag = self.send_with(body.clone(), descriptors)?;
@@ -206,7 +207,8 @@ impl Tool {
         self.whole_list(|from| Ask::List { from }, of, |one| (one.session, one.connection))
     }
 
-    /// A list that comes in several answers: each is asked for from the session and number behind the last one on.
+    /// Reads a list that comes in several answers. Each request names the session and number after which the next part
+    /// begins.
     fn whole_list<T>(
         &mut self,
         ask: impl Fn((u32, u32)) -> Ask,
@@ -226,7 +228,7 @@ impl Tool {
         }
     }
 
-    /// Describes these connections (session and number). What has ended meanwhile is missing.
+    /// Describes these connections (session and number). Those that have ended meanwhile are missing.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -239,7 +241,7 @@ impl Tool {
                 Reply::Connections(list) => list,
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             };
-            // Where not all did fit into one answer, the next one begins behind the last.
+            // If not all have fitted into one answer, the next request begins after the last one.
             let last = list.last().map(|last| (last.session, last.connection));
             let done = last.and_then(|last| asked.iter().position(|one| *one == last)).map_or(asked.len(), |at| at + 1);
             rest = if done < asked.len() { &rest[done..] } else { later };
@@ -248,7 +250,7 @@ impl Tool {
         Ok(all)
     }
 
-    /// The last events of these connections (session and number). What has ended meanwhile is missing.
+    /// The last events of these connections (session and number). Those that have ended meanwhile are missing.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -268,7 +270,7 @@ impl Tool {
         Ok(all)
     }
 
-    /// What was counted of each program.
+    /// The counters of each program.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -284,8 +286,7 @@ impl Tool {
         }
     }
 
-    /// Begins to capture: the frames that pass the NICs' wires from now on, until this is dropped, or
-    /// [`Tool::has_ended`].
+    /// Begins to capture the frames that pass the NICs' wires, until this is dropped, or [`Tool::has_ended`].
     ///
     /// # Errors
     /// If the agent has ended, or refuses.
@@ -313,7 +314,7 @@ impl Tool {
             if readers.len() != nics * workers {
                 bail!("the agent's answer lacks memory");
             }
-            // All but the first worker of a NIC begin a moment after it has answered.
+            // The NIC answers when its first worker has begun; the other workers begin a moment later.
             let until = monotonic_micros() + LIMIT.as_micros() as u64;
             while !readers.iter().all(Reader::has_begun) && monotonic_micros() < until {
                 std::thread::sleep(AGAIN);
@@ -322,8 +323,8 @@ impl Tool {
         }
     }
 
-    /// Whether the agent has ended, also if another one has taken the connection over, or has closed it. Answers that
-    /// wait are lost.
+    /// Whether the agent that began has ended; also if the next one has taken the connection over or closed it. Unread
+    /// answers are lost.
     pub fn has_ended(&self) -> bool {
         loop {
             match self.channel.try_receive::<Answer>() {
@@ -334,7 +335,7 @@ impl Tool {
         }
     }
 
-    /// What all connections have carried.
+    /// The traffic of all connections.
     ///
     /// # Errors
     /// If the agent has ended.

@@ -18,16 +18,16 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// A session, and connections that were ready when the caller had no more room for them.
+/// A session, and the connections that were ready but did not fit into the caller's array.
 pub struct CSession {
     session: Session,
     ready: Vec<u32>,
 }
 
-/// The error number by which C knows an error.
+/// The errno for an error.
 fn number_of(error: &io::Error) -> c_int {
     error.raw_os_error().unwrap_or(match error.kind() {
-        // The agent does not answer now, or another thread waits for its answer.
+        // The agent does not answer at the moment, or another thread is waiting for its answer.
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::ResourceBusy => libc::EAGAIN,
         io::ErrorKind::NotFound => libc::EBADF,
         io::ErrorKind::InvalidInput => libc::EINVAL,
@@ -121,10 +121,10 @@ pub unsafe extern "C" fn baton_adopt(pointer: *mut CSession, fd: c_int) -> c_int
         Ok(id) => id as c_int,
         Err((error, fd)) => {
             if number_of(&error) == libc::EAGAIN {
-                // The caller's still.
+                // The descriptor stays the caller's.
                 let _ = fd.into_raw_fd();
             } else {
-                // Before errno is set, which this may change.
+                // Dropped before errno is set, since closing may change errno.
                 drop(fd);
             }
             fail(&error)
@@ -406,7 +406,7 @@ pub unsafe extern "C" fn baton_poll(pointer: *mut CSession, timeout: c_int, read
     let (session, out) = unsafe { (session(pointer), std::slice::from_raw_parts_mut(ready, count)) };
     let waited = session.and_then(|s| {
         let timeout = u64::try_from(timeout).ok().map(Duration::from_millis);
-        // Some are left over from the last call: only poll for more, without waiting.
+        // If connections are left over from the last call, poll for more without waiting.
         let timeout = if s.ready.is_empty() { timeout } else { Some(Duration::ZERO) };
         s.session.poll(timeout, &mut s.ready)?;
         let taken = s.ready.len().min(out.len());

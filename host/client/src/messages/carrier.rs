@@ -1,4 +1,4 @@
-//! What carries an endpoint's packets: UDP, or raw Ethernet frames.
+//! The transport of an endpoint's packets: UDP, or raw Ethernet frames.
 
 use super::endpoint::Settings;
 use baton_linux::datagrams::{Datagrams, Received};
@@ -8,7 +8,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// Bytes of the socket's buffers that are asked for.
+/// Requested size of the socket's buffers in bytes.
 const BUFFER: usize = 4 << 20;
 
 /// The socket of an endpoint.
@@ -40,7 +40,7 @@ impl Carrier {
         }
     }
 
-    /// Takes packets that have come, and returns how many there were.
+    /// Receives packets that have arrived, passes each to `each`, and returns how many there were.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         match self {
             Carrier::Udp(socket) => socket.receive(each),
@@ -48,7 +48,7 @@ impl Carrier {
         }
     }
 
-    /// Packets of one length to one address that can be written at once.
+    /// Most packets of one length to one address that can be written at once.
     pub fn longest_run(&self) -> usize {
         match self {
             Carrier::Udp(_) => Datagrams::MOST,
@@ -56,7 +56,7 @@ impl Carrier {
         }
     }
 
-    /// Where the next packets are written.
+    /// The buffer into which the next packets are written.
     pub fn room(&mut self) -> &mut [u8] {
         match self {
             Carrier::Udp(socket) => socket.room(),
@@ -64,8 +64,8 @@ impl Carrier {
         }
     }
 
-    /// Sends the packets in the room, `length` bytes in all, each of `segment` bytes but the last, which may be
-    /// shorter; at the latest with [`Carrier::flush`].
+    /// Queues the packets in that buffer, `length` bytes in all, each of `segment` bytes except the last, which may be
+    /// shorter. They leave at the latest with [`Carrier::flush`].
     pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
         match self {
             Carrier::Udp(socket) => socket.push(to, length, segment),
@@ -80,7 +80,7 @@ impl Carrier {
         }
     }
 
-    /// The sockets that packets come by, to be watched.
+    /// The sockets by which packets arrive, for a poller.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let partner = match self {
             Carrier::Udp(socket) => socket.partner(),
@@ -89,7 +89,7 @@ impl Carrier {
         [Some(self.as_fd()), partner].into_iter().flatten()
     }
 
-    /// Something has come by one of the sockets.
+    /// Tells the carrier that one of its sockets has become readable.
     pub fn look_at_all(&mut self) {
         if let Carrier::Udp(socket) = self {
             socket.look_at_all();
@@ -104,11 +104,12 @@ impl Carrier {
         }
     }
 
-    /// Makes the kernel look for the neighbours that lead to these hosts, with empty datagrams, which are no packets.
+    /// Makes the kernel resolve the neighbours on the routes to these hosts, by empty datagrams, which are no RMPP
+    /// packets.
     pub fn probe(&self, hosts: &[IpAddr]) {
         if let Ok(socket) = self.as_fd().try_clone_to_owned().map(UdpSocket::from) {
             for host in hosts {
-                // Whatever becomes of it, the way is asked for again later.
+                // The result does not matter: the route is asked for again later.
                 let _ = socket.send_to(&[], SocketAddr::new(*host, self.address().port()));
             }
         }

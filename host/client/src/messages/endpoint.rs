@@ -1,4 +1,4 @@
-//! An endpoint for messages: the policy half, and the data half in two places.
+//! An endpoint for messages: the policy half in this process, and the data half in this process or on the NIC.
 
 use super::carrier::Carrier;
 use super::counted::Counted;
@@ -43,9 +43,9 @@ pub struct Settings {
     pub agent: PathBuf,
     /// Bytes of RMPP packet in a frame.
     pub packet: u16,
-    /// Packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15.
+    /// How many packets before the last cleared one the RSM is sent: the paper's k, 0 to 15.
     pub early: u8,
-    /// Most packets that are cleared and have not come.
+    /// Most packets that are cleared and have not arrived.
     pub nic_buffers: u32,
     /// Bytes of memory for messages. On a NIC it is part of the session's.
     pub memory: usize,
@@ -56,16 +56,16 @@ pub struct Settings {
     pub posted_on_nic: u16,
     /// Random: the key of the hash by which messages are matched.
     pub hash_key: [u64; 4],
-    /// A number above those of all earlier endpoints at this address, modulo 2³²: from a clock, say.
+    /// A number above those of all earlier endpoints at this address, modulo 2³², for example from a clock.
     pub incarnation: u32,
 }
 
-/// What an endpoint has used so far.
+/// Counters of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
     /// Packets received and sent, by this process and by NICs.
     pub packets: u64,
-    /// Of these, by NICs.
+    /// Those of `packets` that NICs have received and sent.
     pub packets_on_nic: u64,
     /// Events that came from NICs.
     pub events: u64,
@@ -85,7 +85,7 @@ pub struct Endpoint {
     socket: Carrier,
     poller: Poller,
     address: SocketAddr,
-    /// Where the program's part of the memory begins, and its bytes.
+    /// Offset of the program's part of the memory, and its length in bytes.
     heap: [u64; 2],
     events: u64,
 }
@@ -145,7 +145,7 @@ impl Endpoint {
         self.address
     }
 
-    /// Where the memory for messages begins, as offsets of regions count, and its bytes.
+    /// Offset of the memory for messages, and its length in bytes.
     pub fn heap(&self) -> [u64; 2] {
         self.heap
     }
@@ -160,7 +160,7 @@ impl Endpoint {
         &self.policy
     }
 
-    /// What it has used so far.
+    /// The endpoint's counters.
     pub fn usage(&self) -> Usage {
         let (local, copied) = self.local.as_ref().map_or((0, 0), |local| (local.packets.iter().sum(), local.copied));
         let [received, sent, ..] = self.link.as_ref().map_or([0; session::PACKETS_WORDS], Link::packets);
@@ -173,9 +173,9 @@ impl Endpoint {
         }
     }
 
-    /// What it holds for messages that have not ended: sends, incoming messages, receives, buffers for RTS packets,
-    /// packets that are cleared, messages of the data half in this process, and of the NIC's. All are 0 when nothing is
-    /// left.
+    /// How many objects it holds for messages that have not ended: sends, incoming messages, receives, buffers for RTS
+    /// packets, packets that are cleared, messages of the data half in this process, and of the NIC's. All are 0 when
+    /// nothing is left.
     pub fn held(&self) -> [u64; 7] {
         let (sends, incoming, receives) = self.policy.usage();
         let (received, sent) = self.local.as_ref().map_or((0, 0), |local| local.data.messages());
@@ -201,7 +201,7 @@ impl Endpoint {
     /// Sends a message.
     ///
     /// # Errors
-    /// The limit that stands against it.
+    /// The limit that was reached.
     pub fn send(&mut self, outgoing: Outgoing, now: u64) -> Result<(), Limit> {
         self.policy.send(outgoing, now)?;
         self.transmit(now);
@@ -211,7 +211,7 @@ impl Endpoint {
     /// Posts a receive.
     ///
     /// # Errors
-    /// The limit that stands against it.
+    /// The limit that was reached.
     pub fn receive(&mut self, request: Request, now: u64) -> Result<ReceiveId, Limit> {
         let id = self.policy.post(request, now, &mut self.memory)?;
         self.transmit(now);
@@ -223,7 +223,7 @@ impl Endpoint {
         self.policy.matches_in_data()
     }
 
-    /// Takes a receive back; its completion says so. False if it has matched a message.
+    /// Cancels a receive; its completion says so. False if it has matched a message.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         self.policy.cancel(id)
     }
@@ -233,7 +233,7 @@ impl Endpoint {
         self.policy.poll_completion()
     }
 
-    /// Receives, answers and sends what there is. Returns whether there was anything.
+    /// Receives, answers and sends all that is pending. Returns whether there was anything.
     ///
     /// # Errors
     /// If the NIC's ring makes no sense, or keeper and agent have ended.
@@ -281,7 +281,8 @@ impl Endpoint {
         Ok(moved)
     }
 
-    /// Passes the policy's commands to the halves that they are for, and sends. Returns whether there was anything.
+    /// Passes the policy's commands to the data half in this process or on the NIC, and sends packets. Returns whether
+    /// there was anything.
     fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
         while self.has_room()
@@ -349,7 +350,7 @@ impl Endpoint {
 /// Unexpected messages that a NIC which matches keeps; with more, this process matches.
 const UNEXPECTED_ON_NIC: u16 = 256;
 
-/// The memory's first byte that a message may lie at.
+/// Offset of the first byte of the memory that messages may use.
 const HEAP: u64 = session::HEAP as u64;
 
 fn buffers_bytes(config: &Config) -> u64 {
@@ -376,8 +377,8 @@ fn config(settings: &Settings) -> Config {
     Config { memory: HEAP + buffers_bytes(&config) + settings.memory as u64, ..config }
 }
 
-/// What the agent is asked for: an endpoint of these numbers over a UDP socket at `address`, with these halves on the
-/// NIC.
+/// The request to the agent for an endpoint with this configuration over a UDP socket at `address`, with these halves
+/// on the NIC.
 pub fn request(config: &Config, halves: Halves, address: SocketAddr) -> Messages {
     Messages {
         address,

@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-/// Microseconds after which a host is asked for again whose way was not known.
+/// Microseconds after which the agent is asked again about a host whose route was not known.
 const RETRY: u64 = 100_000;
 
 /// A program's session for messages.
@@ -26,13 +26,14 @@ pub struct Link {
     events: Consumer<RingWords>,
     /// The number of the NIC that is in use: see [`baton_records`].
     starts: u32,
-    /// The agent has given the session to another NIC, and the record that begins its use has found no room yet.
+    /// The agent has given the session to another NIC, and the command that begins its use has found no room in the
+    /// ring yet.
     renewing: bool,
     published: bool,
-    /// Hosts that this NIC may send to, and those whose way was not known, with the time to ask again.
+    /// Hosts that this NIC may send to, and those whose route was not known, with the time to ask again.
     reached: HashSet<IpAddr>,
     unreached: Vec<(IpAddr, u64)>,
-    /// Hosts to which the NIC has no way: this one itself, and those behind other devices.
+    /// Hosts to which the NIC cannot send: this host itself, and those behind other devices.
     refused: HashSet<IpAddr>,
     /// Packets that earlier NICs have received and sent.
     packets: [u64; session::PACKETS_WORDS],
@@ -68,7 +69,7 @@ impl Link {
         &self.memory
     }
 
-    /// Readable when the NIC has rung.
+    /// The doorbell's descriptor, which is readable when the NIC has rung.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.shared.bell().as_fd()
     }
@@ -93,8 +94,8 @@ impl Link {
         self.memory.region().word32(session::NIC_STARTS).load(Ordering::Acquire)
     }
 
-    /// Begins to use another NIC, if the agent has started one. True: it knows nothing, and the last one touches
-    /// nothing any more. What that had reported and was not taken is dropped.
+    /// Begins to use another NIC, if the agent has started one. Returns true when that NIC is in use: it has no state
+    /// yet, and the last one no longer touches the session's memory. Unread events of the last NIC are dropped.
     pub fn renew(&mut self) -> bool {
         let starts = self.starts_now();
         if starts != self.starts {
@@ -130,7 +131,7 @@ impl Link {
         std::array::from_fn(|at| self.packets[at] + now[at])
     }
 
-    /// Messages that the NIC in use knows.
+    /// Number of messages of which the NIC in use has state.
     pub fn messages(&self) -> u64 {
         self.memory.region().words(session::MESSAGES, 1)[0].load(Ordering::Relaxed)
     }
@@ -147,7 +148,7 @@ impl Link {
 
     /// Sends a command, which the NIC sees after [`Link::publish`]. Call it only if [`Link::has_room`].
     pub fn push(&mut self, command: &Command, now: u64) {
-        // A host that is known by its MAC address needs no way.
+        // A host that is addressed by MAC address (port 0) needs no route.
         if let Command::SetPeer { address, .. } | Command::Control { to: address, .. } = command
             && address.port != 0
         {
@@ -166,8 +167,8 @@ impl Link {
         }
     }
 
-    /// Lets the NIC send to a host, unless it may already. False if the NIC has no way to it. While the way is not
-    /// known yet, packets are lost, and the host is asked for again later.
+    /// Asks the agent to let the NIC send to a host, unless it may already. False if the NIC cannot send to it. While
+    /// the route is not known yet, packets are lost, and the agent is asked again later.
     pub fn leads_to(&mut self, host: IpAddr, now: u64) -> bool {
         if self.reached.contains(&host) || self.unreached.iter().any(|(other, _)| *other == host) {
             return true;
@@ -190,8 +191,8 @@ impl Link {
         true
     }
 
-    /// Asks again for hosts whose way was not known. Returns those for which it still is not: a packet of the kernel's
-    /// own may make it find the neighbour.
+    /// Asks again about hosts whose route was not known. Returns those whose route still is not: a packet that the
+    /// kernel sends to them may make it resolve the neighbour.
     pub fn retry(&mut self, now: u64) -> Vec<IpAddr> {
         let (due, later) = std::mem::take(&mut self.unreached).into_iter().partition::<Vec<_>, _>(|(_, at)| *at <= now);
         self.unreached = later;
@@ -199,7 +200,7 @@ impl Link {
         self.unreached.iter().filter(|(_, at)| *at == now + RETRY).map(|(host, _)| *host).collect()
     }
 
-    /// When [`Link::retry`] has something to do.
+    /// When to call [`Link::retry`] next.
     pub fn next_retry(&self) -> Option<u64> {
         self.unreached.iter().map(|(_, at)| *at).min()
     }
@@ -226,7 +227,7 @@ impl Link {
         self.shared.line.is_hung_up()
     }
 
-    /// Hangs up when keeper and agent end.
+    /// The descriptor that hangs up when keeper and agent end.
     pub fn hangs_up(&self) -> BorrowedFd<'_> {
         self.shared.hangs_up()
     }

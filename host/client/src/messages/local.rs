@@ -1,4 +1,4 @@
-//! The data half, or a part of it, in this process: its packets come and go by the endpoint's socket.
+//! The data half, or a part of it, in this process: its packets arrive and leave by the endpoint's socket.
 
 use super::carrier::Carrier;
 use baton_linux::datagrams::Received;
@@ -6,7 +6,7 @@ use baton_rmpp::{Data, DataConfig, Disposition, Memory};
 use baton_wire::Endpoint;
 use std::net::SocketAddr;
 
-/// Packets that are received before the policy sees what they brought.
+/// Most packets that are received before the policy handles their events.
 const BURST: usize = 64;
 
 /// The data half.
@@ -20,14 +20,14 @@ pub struct Local {
 }
 
 impl Local {
-    /// A data half of its own or a part of one, with nothing in it.
+    /// A data half, or a part of one, without messages.
     pub fn new(config: DataConfig) -> Local {
         Local { data: Data::new(config), packets: [0; 2], copied: 0 }
     }
 
-    /// Takes packets from the socket, as long as there is room for what they bring, and until there is something for
-    /// the policy: a program that waits for a short message does not wait for the system call that finds nothing behind
-    /// it. Returns how many there were.
+    /// Receives packets from the socket, as long as there is room for their effects and until there is an event for the
+    /// policy: a program that waits for a short message then does not also wait for the system call that finds the
+    /// socket empty. Returns how many there were.
     pub fn receive(&mut self, socket: &mut Carrier, memory: &mut impl Memory) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
@@ -44,7 +44,7 @@ impl Local {
         count
     }
 
-    /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how
+    /// Sends the data half's packets. Packets that the socket does not take are lost, as in any full queue. Returns how
     /// many packets there were.
     pub fn transmit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let count = self.emit(socket, memory);
@@ -52,8 +52,8 @@ impl Local {
         count
     }
 
-    /// Gives the socket what the data half has to send; it leaves at the latest with [`Carrier::flush`]. Returns how
-    /// many packets there were.
+    /// Gives the data half's packets to the socket; they leave at the latest with [`Carrier::flush`]. Returns how many
+    /// packets there were.
     pub fn emit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let mut count = 0;
         let most = socket.longest_run();

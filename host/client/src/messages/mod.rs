@@ -1,5 +1,5 @@
-//! Messages (RMPP) with the halves wherever they are wanted: an [`Endpoint`] has the policy half, and the data half's
-//! two halves are each in this process, over a UDP socket, or on the NIC, through a session for messages.
+//! Messages (RMPP). An [`Endpoint`] has the policy half. The data half is in two parts, sending and receiving: each is
+//! either in this process, over a UDP socket, or on the NIC, through a session for messages.
 //!
 //! | file | what |
 //! |---|---|

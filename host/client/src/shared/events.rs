@@ -1,4 +1,4 @@
-//! Events of the NIC: which connections they are for, and moves.
+//! Handling of the NIC's events: finding their connections, and noticing moves.
 
 use super::{Connections, RELAXED, Shared};
 use crate::connection::Connection;
@@ -14,14 +14,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::mpsc::{self, Receiver, Sender};
 
-/// What the lock of a session's events protects.
+/// The state that the lock of a session's events protects.
 #[derive(Debug)]
 pub(crate) struct Events {
     /// A ring for each NIC.
     rings: Vec<Consumer<RingWords>>,
     pub(crate) known: Known,
     changes: Receiver<Change>,
-    /// Connections that were between two owners when they were last checked.
+    /// Connections that were being moved when they were last checked.
     pub(super) between: Vec<u32>,
     /// Events of connections that are not known yet, while any thread is accepting one ([`Changes`]).
     unclaimed: Vec<Message>,
@@ -30,49 +30,49 @@ pub(crate) struct Events {
     pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
 }
 
-/// The session's connections, but for [`Changes`], and what the NICs call them.
+/// The session's connections, without pending [`Changes`], and their cids.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) connections: Connections,
-    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none
-    /// was.
+    /// For each NIC and each of its slots: cid and number of the connection that was last recorded there, [`NOBODY`] if
+    /// none was.
     by_slot: [Vec<(Cid, u32)>; MAX_NICS],
-    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that
-    /// has left the slot may be noted after the one that has come there.
+    /// By cid, the numbers of recorded connections whose slot's entry in `by_slot` is another connection's now: the old
+    /// connection of a slot may be recorded after the new one.
     displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
 }
 
-/// Connections that were added to the session or removed from it. A queue without a lock: the thread that locks the
-/// events next applies it. So adding one never waits for a thread that holds a lock and has lost its processor.
+/// Connections that were added to the session or removed from it. A lock-free queue, which the next thread that locks
+/// the events applies. So adding a connection never waits for a thread that holds the lock and has lost its processor.
 #[derive(Debug)]
 pub(crate) struct Changes {
     any: AtomicBool,
     list: Sender<Change>,
     /// Number of threads that are accepting a connection that the NIC has made, or registering one. Its first events
-    /// may be read before its number is known; they are kept until then.
+    /// may be read before its number is known, and are kept until then.
     accepting: AtomicU32,
 }
 
 #[derive(Debug)]
 pub(super) enum Change {
     Joins(Arc<Connection>),
-    /// The one at this address in memory leaves, which has this number and cid.
+    /// The connection object at this address, with this number and cid, is removed.
     Leaves(usize, u32, Cid),
-    /// A thread has accepted or registered this one, or has failed to.
+    /// A thread has accepted or registered this connection; None if it has failed to.
     Accepted(Option<Arc<Connection>>),
 }
 
 impl Changes {
-    /// Those of a session, and where its events get them from.
+    /// The queue of a session, and the receiving end for its [`Events`].
     pub(super) fn new() -> (Changes, Receiver<Change>) {
         let (list, taken) = mpsc::channel();
         (Changes { any: AtomicBool::new(false), list, accepting: AtomicU32::new(0) }, taken)
     }
 
     pub(super) fn add(&self, change: Change) {
-        // A signal handler that came in between would wait for this one, to take its own.
+        // A signal handler that interrupted this and locked the events would wait for this entry before its own.
         let _undisturbed = Undisturbed::begin();
-        // It fails only where the session's events have gone.
+        // This fails only if the session's events were dropped.
         let _ = self.list.send(change);
         self.any.store(true, Ordering::Release);
     }
@@ -83,7 +83,7 @@ impl Changes {
     }
 }
 
-/// The entry of a slot for which no connection is noted. No connection has this cid.
+/// The entry of a slot for which no connection is recorded. No connection has this cid.
 const NOBODY: (Cid, u32) = (Cid(0), u32::MAX);
 
 /// Most events that are kept for connections that are being accepted: more than a ring holds.
@@ -96,8 +96,8 @@ const MOST_ROUNDS: u32 = 64;
 /// Most connections for which the listener is called after one release of the lock.
 const MOST_CONCERNED: usize = 32;
 
-/// A thread's time with the session's events, which it has locked, and the connections that it has found to be readable
-/// or writable perhaps. The listener is called for these after the lock is released: it wakes threads, which may need
+/// The work of a thread that has locked the session's events, with the connections that it has found to be perhaps
+/// readable or writable. The listener is called for these after the lock is released: it wakes threads, which may need
 /// the lock and may get this thread's processor at once.
 pub(crate) struct Round<'a> {
     shared: &'a Shared,
@@ -107,7 +107,7 @@ pub(crate) struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Notes that a connection may have become readable or writable.
+    /// Records that a connection may have become readable or writable.
     #[inline]
     pub fn concern(&mut self, number: u32) {
         if self.count == MOST_CONCERNED {
@@ -146,9 +146,9 @@ impl Round<'_> {
         }
     }
 
-    /// Gives a connection that was accepted the events that were kept for it.
+    /// Handles the events that were kept for a connection that was just accepted.
     fn claim(&mut self, connection: &Connection) {
-        // Another thread may have come across it already, and have counted events of it since.
+        // Refreshed only if it has moved: another thread may have done so already, and have counted events since.
         if connection.has_moved() {
             self.refresh(connection);
         }
@@ -160,7 +160,7 @@ impl Round<'_> {
         self.concern(connection.number());
     }
 
-    /// Handles events until there are none, or enough connections are concerned. Whether they are.
+    /// Handles events until there are none, or the list of concerned connections is full. Returns whether it is full.
     #[inline(always)]
     pub(super) fn handle(&mut self) -> bool {
         if self.shared.has_moved() {
@@ -176,7 +176,7 @@ impl Round<'_> {
 
     /// Handles the events of one NIC.
     fn read_ring(&mut self, nic: usize) {
-        // Several in a row for one connection count once.
+        // Consecutive events of one connection concern it only once.
         let mut last = None;
         while !self.is_full() {
             let ring = &mut self.events.rings[nic];
@@ -203,12 +203,12 @@ impl Round<'_> {
     fn on_event(&mut self, message: &Message) -> Option<u32> {
         let mut connection = self.events.known.find(message.cid);
         if connection.is_none() {
-            // The first event since a move, or since the slot's previous occupant was looked up: find out whose it is.
+            // The first event since a move, or since the slot had another connection: search for the connection.
             self.refresh_cids();
             connection = self.events.known.search(message.cid);
         }
         let Some(connection) = connection else {
-            // It may be gone since: the others wait all the same.
+            // The connection may be gone, but others may wait for room in the same ring.
             if message.operation == Operation::OsControl && message.kind == Control::Taken as u16 {
                 self.concern_who_found_it_full(message.cid.nic());
             }
@@ -227,7 +227,7 @@ impl Round<'_> {
                     self.events.posted.entry(connection.number()).or_default().push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
-                // Whoever waits for this reads the ring's index.
+                // Threads that wait for this event read the ring's index.
                 Some(Control::Taken) => {
                     let number = connection.number();
                     self.concern_who_found_it_full(message.cid.nic());
@@ -241,13 +241,13 @@ impl Round<'_> {
         Some(connection.number())
     }
 
-    /// The NIC has read messages. If its ring was full, and is not any more, each of its connections may go on: the
-    /// event is only for the one of which it has read last.
+    /// The NIC has read commands. If its ring was full and no longer is, all of its connections may send again; the
+    /// event itself names only the connection whose command was read last.
     #[cold]
     fn concern_who_found_it_full(&mut self, nic: usize) {
         let shared = self.shared;
         let Some(lane) = [&shared.first].into_iter().chain(&shared.further).nth(nic) else { return };
-        // Who notes that after this looks at the ring once more.
+        // A thread that sets `full_until` after this fence checks the ring once more.
         fence(Ordering::SeqCst);
         let full_until = lane.full_until.load(RELAXED);
         if full_until == 0 {
@@ -255,7 +255,7 @@ impl Round<'_> {
         }
         let read = Consumer::<RingWords>::new(shared.memory.ring(at::area(nic) + at::COMMANDS)).position();
         if (read.wrapping_sub(full_until) as i64) < 0 {
-            // Another event comes when it has read that far.
+            // The NIC sends another event when it has read that far.
             return;
         }
         let _ = lane.full_until.compare_exchange(full_until, 0, RELAXED, RELAXED);
@@ -269,7 +269,7 @@ impl Round<'_> {
     fn keep(&mut self, message: &Message) {
         let unclaimed = &mut self.events.unclaimed;
         if self.shared.changes.accepting.load(Ordering::SeqCst) > 0 {
-            // The older ones are more likely to be of connections that have left the NIC.
+            // Older events are more likely to belong to connections that have left the NIC.
             if unclaimed.len() >= MOST_UNCLAIMED {
                 unclaimed.drain(..MOST_UNCLAIMED / 2);
             }
@@ -277,8 +277,7 @@ impl Round<'_> {
         }
     }
 
-    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it, or it has ended
-    /// where it was.
+    /// Reads a connection's block and cid again, unless its program has closed it, or it has ended without a move.
     pub fn refresh(&mut self, connection: &Connection) {
         let earlier = connection.cid();
         if connection.refresh() {
@@ -311,7 +310,7 @@ impl Round<'_> {
             self.shared.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
         };
         let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
-        // Entries that were overwritten while they were read do not count.
+        // If entries were overwritten while they were read, all connections are checked instead.
         let overtaken = self.shared.moves.words()[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
         if early || overtaken || moved.contains(&at::ANY) {
             self.events.between.clear();
@@ -322,8 +321,7 @@ impl Round<'_> {
         moved.into_iter().for_each(|number| self.check_move(number, false));
     }
 
-    /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that
-    /// a thread is using is refreshed when it is entered next.
+    /// Checks a connection that may have moved. A connection that is being moved is checked later, unless `now`.
     fn check_move(&mut self, number: u32, now: bool) {
         let Some(Some(connection)) = self.events.known.connections.get(number as usize) else { return };
         if !connection.has_moved() {
@@ -342,8 +340,8 @@ impl Round<'_> {
 }
 
 impl Shared {
-    /// Does something with the events locked, then calls the listener for the connections that were noted. None, with
-    /// nothing done, if this thread has them locked, and runs a signal handler now.
+    /// Runs `what` with the events locked, then calls the listener for the connections that it has recorded. None,
+    /// without running it, in a signal handler whose thread holds the lock.
     pub(crate) fn with_events<T>(&self, token: Token, what: impl FnOnce(&mut Round<'_>) -> T) -> Option<T> {
         let (done, left) = round(self, self.events.lock(token)?, what);
         if left {
@@ -357,18 +355,19 @@ impl Shared {
         self.with_events(token, |round| {
             if connection.has_moved() {
                 round.refresh(connection);
-                // Other threads, too, must check it anew.
+                // Threads that wait for the connection must check it again.
                 round.concern(connection.number());
             }
             if connection.has_moved() && connection.ended().is_none() {
-                // It has ended on the NIC, which has said how by now.
+                // Still marked as moved: the connection has ended on the NIC, and the event that says how is in the
+                // ring.
                 round.handle();
             }
         });
     }
 
-    /// Whether there are events of the NIC's or moves that nobody handles: a thread that does so now goes on with those
-    /// that are there.
+    /// Whether there are NIC events or moves that no thread is handling. (A thread that is handling events also handles
+    /// the new ones.)
     #[inline(always)]
     pub fn has_events(&self, token: Token) -> bool {
         self.has_moved() || self.events.lock_or_leave(token).is_some_and(|guard| look(self, guard, token))
@@ -379,8 +378,8 @@ impl Shared {
         self.moves.words()[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
     }
 
-    /// Handles the NIC's events, or leaves them to a thread that does so now; the listener is called for each
-    /// connection that they concern.
+    /// Handles the NIC's events, or leaves them to the thread that is handling events now; the listener is called for
+    /// each connection that they concern.
     #[inline(never)]
     pub fn catch_up(&self, token: Token) {
         catch_up_here(self, token);
@@ -392,15 +391,15 @@ impl Shared {
         self.changes.accepting.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it
-    /// gets the events that were kept for it.
+    /// Ends what [`Shared::begin_accepting`] began. If a connection was accepted, its number is known now, and the
+    /// events that were kept for it are handled.
     pub(super) fn end_accepting(&self, connection: Option<Arc<Connection>>, token: Token) {
         self.changes.add(Change::Accepted(connection));
         self.catch_up(token);
     }
 }
 
-/// [`Shared::catch_up`], as a part of its caller.
+/// [`Shared::catch_up`], inlined into its caller.
 #[inline(always)]
 pub(super) fn catch_up_here(shared: &Shared, token: Token) {
     let guard = if shared.tired.load(RELAXED) { take_over(shared, token) } else { shared.events.lock_or_leave(token) };
@@ -409,8 +408,8 @@ pub(super) fn catch_up_here(shared: &Shared, token: Token) {
     }
 }
 
-/// Does something with the events locked, and tells the listener of the connections that were noted. Also returns
-/// whether other threads have left something to this one.
+/// Runs `what` with the events locked, releases them, and calls the listener for the recorded connections. Also returns
+/// whether other threads have left events to this one.
 #[inline(always)]
 fn round<T>(shared: &Shared, mut guard: LockGuard<'_, Events>, what: impl FnOnce(&mut Round<'_>) -> T) -> (T, bool) {
     let mut round = Round { shared, events: &mut guard, concerned: [0; MOST_CONCERNED], count: 0 };
@@ -438,7 +437,7 @@ fn look(shared: &Shared, guard: LockGuard<'_, Events>, token: Token) -> bool {
     has_message
 }
 
-/// Waits for the lock of the events, which a thread is about to give up that has handled them for others for long.
+/// Waits for the lock of the events, to relieve a thread that has handled them for others for a long time.
 #[cold]
 fn take_over(shared: &Shared, token: Token) -> Option<LockGuard<'_, Events>> {
     let guard = shared.events.lock(token)?;
@@ -446,8 +445,8 @@ fn take_over(shared: &Shared, token: Token) -> Option<LockGuard<'_, Events>> {
     Some(guard)
 }
 
-/// Handles events. Whether there may be more: what does not fit into the list of those that are told is handled after
-/// they are.
+/// Handles events. Returns whether there may be more: if the list of concerned connections is full, the listener is
+/// called before the next events are handled.
 #[inline(always)]
 fn handle(shared: &Shared, guard: LockGuard<'_, Events>) -> bool {
     let (is_full, left) = round(shared, guard, |round| round.handle());
@@ -463,7 +462,7 @@ fn go_on(shared: &Shared, token: Token) {
         } else {
             shared.tired.store(true, RELAXED);
             std::thread::yield_now();
-            // Others wait for the events by now. One of them goes on.
+            // Because of `tired` other threads wait for the lock now; one of them takes over.
             shared.events.try_lock(token)
         };
         if !guard.is_some_and(|guard| handle(shared, guard)) {
@@ -473,7 +472,7 @@ fn go_on(shared: &Shared, token: Token) {
 }
 
 impl Events {
-    /// Those of a session that this many NICs serve.
+    /// The events of a session that is served by this many NICs.
     pub(super) fn new(memory: &Arc<Region>, nics: usize, changes: Receiver<Change>) -> Events {
         let rings = (0..nics).map(|nic| Consumer::new(memory.ring(at::area(nic) + at::EVENTS))).collect();
         Events { rings, known: Known::default(), changes, between: Vec::new(), unclaimed: Vec::new(), posted: BTreeMap::new() }
@@ -503,11 +502,12 @@ impl Known {
         self.forget(number, cid);
     }
 
-    /// The connection that was noted last for the slot, if this is what its NIC calls it.
+    /// The connection that was recorded last for the cid's slot, if it has this cid.
     #[inline(always)]
     pub(super) fn find(&self, cid: Cid) -> Option<&Connection> {
         let (noted, number) = *self.by_slot[cid.nic()].get(cid.slot() as usize)?;
-        // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
+        // A connection that the NIC opens has the same cid before and after it is established: if its numbers are from
+        // before, they are read again first.
         if noted != cid {
             return None;
         }
@@ -553,8 +553,8 @@ impl Known {
     }
 }
 
-/// As [`Shared::catch_up`], for a thread that comes back from sleeping and may not sleep again. It clears a doorbell
-/// that was rung, so that the doorbell is rung for other threads at the next event.
+/// As [`Shared::catch_up`], for a thread that returns from a sleep and may not sleep again. Clears a doorbell that was
+/// rung, so that the next event rings it for other threads.
 pub fn catch_up_for_others(shared: &Shared, token: Token) {
     if was_rung(shared.memory.word32(at::PROGRAM_SLEEPING)) {
         shared.clear_bell();
@@ -571,8 +571,8 @@ mod tests {
     /// Linux's number of a time-out.
     const ETIMEDOUT: u32 = 110;
 
-    /// A program that only sends has room for long, and reads no events as long as it has. It learns that its
-    /// connection has ended nevertheless, and has what was received before.
+    /// A program that only sends reads no events as long as it has room. It still learns that its connection has ended,
+    /// and gets the bytes that were received before.
     #[test]
     fn who_only_sends_learns_of_the_end() {
         let memory = Arc::new(Region::private(at::HEAP + (1 << 16)).unwrap());
@@ -609,8 +609,8 @@ mod tests {
         assert_eq!(shared.readiness(&connection, 1).unread, 7);
     }
 
-    /// The agent is about to note that a connection has ended, of which the program has not noticed yet that the NIC
-    /// has it: that is noticed first, and what the NIC has told counts.
+    /// The agent is recording that a connection has ended, before the program has noticed that the connection is on the
+    /// NIC: the program notices the handoff first, and the NIC's events count.
     #[test]
     fn an_end_that_is_half_noted_hides_no_handoff() {
         let memory = Arc::new(Region::private(at::HEAP + (1 << 16)).unwrap());

@@ -40,24 +40,24 @@ pub(crate) use sending::{send_from, takes_buffers};
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
-/// Time in which the agent has to open a session for a program that can do nothing without.
+/// Time limit for the agent to open a session for a program that cannot run without one.
 const OPEN_LIMIT: Duration = Duration::from_secs(20);
 
 /// Descriptors that a session has at most: see [`Shared::descriptors`].
 pub const DESCRIPTORS: usize = 2 + MAX_NICS;
 
-/// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the
-/// session's events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
+/// How many times a connection's numbers are read again because it has moved meanwhile. A signal handler whose thread
+/// holds the lock of the session's events cannot refresh the connection, and must not try for ever.
 const READINESS_ATTEMPTS: u32 = 8;
 
 /// A session with the agent.
 #[derive(Debug)]
 pub struct Shared {
-    /// Its number, as tools show it.
+    /// The session's number, as tools show it.
     pub number: u32,
     memory: Arc<Region>,
     channel: Mutex<Arc<Channel>>,
-    /// The same connection, for threads that only check whether it is hung up.
+    /// The control connection again, for threads that only check whether it has hung up.
     pub(crate) line: Arc<Channel>,
     pub(crate) ending: Ending,
     /// The first NIC's ring, and those of further NICs.
@@ -65,28 +65,28 @@ pub struct Shared {
     further: Vec<Lane>,
     pub(crate) events: Lock<Events>,
     changes: Changes,
-    /// The thread that handles the events has done so for others for long.
+    /// The thread that handles the events has handled those of other threads for a long time, and is to be relieved.
     tired: AtomicBool,
     next_tag: AtomicU32,
-    /// Time (microseconds of the monotonic clock) before which the agent, which has not taken up a request in time, is
-    /// not waited for unless something comes from it.
+    /// After a request that the agent has not taken up in time: until when (microseconds of the monotonic clock) the
+    /// agent is not waited for, unless an answer arrives.
     silent_until: AtomicU64,
-    /// Requests without an answer for which there was no room.
+    /// Requests without an answer for which the control connection had no room.
     unsent: Mutex<VecDeque<Request>>,
     moves_seen: AtomicU32,
     moves: MovableParts<1, 0>,
-    /// A connection had moved before the program knew its number.
+    /// Whether a connection had moved before the program knew its number.
     early: AtomicBool,
     pub(crate) listener: Listener,
-    /// The part of session memory that the agent gives out nothing of.
+    /// The heap in the part of session memory from which the agent allocates nothing.
     pub(crate) buffers: Arc<Mutex<Heap>>,
-    /// What datagram rings take from it.
+    /// The source of datagram rings, which are allocated from `buffers`.
     pub(crate) rings: RingMemory,
     interface: Interface,
     nagle: Nagle,
-    /// Every send is a message, and nothing waits for its acknowledgement.
+    /// Every send is a command of its own, and none waits for an acknowledgement.
     sends_plainly: bool,
-    /// Whoever waits for room to send waits until a connection is writable.
+    /// Threads that wait for room to send wait until the connection is writable.
     patient: bool,
 }
 
@@ -97,15 +97,15 @@ struct Lane {
     nic_sleeping: MovableParts<1, 0>,
     /// Offset of [`at::NIC_SENDING`] in session memory.
     nic_sending: usize,
-    /// Wakes the NIC. That of the first NIC also wakes the program, whichever NIC has events for it.
+    /// The doorbell that wakes the NIC. The first NIC's doorbell also wakes the program, for events of any NIC.
     bell: SessionBell,
-    /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again;
-    /// 0 if all have been told since it was full. Set with the lock of the commands, cleared with that of the events.
+    /// Index in the command ring up to which the NIC has to read before threads that found the ring full try again; 0
+    /// if all of them were told since. Set under the lock of the commands, cleared under that of the events.
     full_until: AtomicU64,
 }
 
 impl Lane {
-    /// That of the NIC with this number.
+    /// The lane of the NIC with this number.
     fn new(memory: &Arc<Region>, nic: usize, bell: SessionBell) -> Lane {
         let area = at::area(nic);
         Lane {
@@ -177,9 +177,9 @@ impl Shared {
     }
 
     /// As [`Shared::connect`], for a program that goes on without a session if the agent does not answer within a
-    /// second (`TimedOut` or `WouldBlock`), and maps of the session's memory what its connections use: one that has no
-    /// place there is [`Connection::is_unmapped`]. Each of the session's descriptors is passed through `renumber`, in
-    /// the order of [`Shared::descriptors`].
+    /// second (`TimedOut` or `WouldBlock`), and maps only the parts of the session's memory that its connections use. A
+    /// connection whose part cannot be mapped is [`Connection::is_unmapped`]. Each of the session's descriptors is
+    /// passed through `renumber`, in the order of [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
@@ -265,14 +265,14 @@ impl Shared {
         }
     }
 
-    /// Chooses how sends cross to the NIC, and where small ones are kept back, before the first one.
+    /// Sets how sends cross to the NIC and where small ones are kept back. To be called before the first send.
     pub fn use_interface(&mut self, interface: Interface, nagle: Nagle) {
         (self.interface, self.nagle) = (interface, nagle);
         self.sends_plainly = interface == Interface::Batched && nagle == Nagle::Nic;
     }
 
-    /// Promises, before there are connections, that whoever waits for room to send waits until
-    /// [`Readiness::is_writable`]. Then a sleeping program is not woken by acknowledgements that free less.
+    /// Promises that threads that wait for room to send wait until [`Readiness::is_writable`], so that acknowledgements
+    /// that free less do not wake a sleeping program. To be called before there are connections.
     pub fn wait_until_writable(&mut self) {
         self.patient = true;
     }
@@ -285,8 +285,8 @@ impl Shared {
         Shared::new(0, Arc::new(channel), memory, bell, Vec::new(), Listener(Box::new(|_| {})))
     }
 
-    /// All descriptors of the session: the control connection, the memory, a doorbell for each NIC. -1 for each that
-    /// there is not.
+    /// All descriptors of the session: the control connection, the memory, a doorbell for each NIC. -1 in place of a
+    /// missing one.
     pub fn descriptors(&self) -> [i32; DESCRIPTORS] {
         use std::os::fd::AsRawFd;
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
@@ -304,7 +304,7 @@ impl Shared {
         self.memory.unlock();
     }
 
-    /// What a connection's NIC is sent commands by.
+    /// The lane of a connection's NIC.
     #[inline(always)]
     fn lane(&self, connection: &Connection) -> &Lane {
         match connection.cid().nic() {
@@ -313,20 +313,21 @@ impl Shared {
         }
     }
 
-    /// The control connection, for a session whose agent sends messages without a request. No other thread may send
-    /// requests then; tags are from [`Shared::begin_withdrawable`] or below those.
+    /// The control connection, for a session to which the agent also sends messages that are no answers. No other
+    /// thread may send requests then; tags are from [`Shared::begin_withdrawable`] or below those.
     pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
     }
 
-    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), if
-    /// this thread is inside already, or if another one closes it.
+    /// Enters an operation on a connection. None while the connection is being moved (see
+    /// [`Connection::wait_until_settled`]), if this thread is inside already, or if another thread is closing it.
     #[inline(always)]
     pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
         let entered = connection.enter(token)?;
         if connection.has_moved() {
             self.note_move(connection, token);
-            // The block may be another connection's by now. What is the kernel's is so by its descriptor.
+            // The block may be the next connection's by now, so NIC as the owner does not count. (In the kernel the
+            // descriptor decides.)
             if entered.owner == Owner::Nic && connection.is_leaving() {
                 return None;
             }
@@ -344,8 +345,8 @@ impl Shared {
             let before = connection.moves.load(Ordering::Acquire);
             let readiness = connection.readiness();
             fence(Ordering::Acquire);
-            // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not
-            // fit together.
+            // Another thread may have refreshed the connection after a move meanwhile. Numbers from before and after
+            // the move must not be mixed.
             if connection.moves.load(RELAXED) == before && !connection.has_moved() {
                 return readiness;
             }
@@ -357,8 +358,8 @@ impl Shared {
         connection.readiness()
     }
 
-    /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place
-    /// in session memory. The caller has entered the connection, which is on the NIC.
+    /// `nic_post`: posts this place in session memory for the next bytes: those after the ones that other buffers are
+    /// posted for, or else the first unread ones. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
@@ -388,15 +389,15 @@ impl Shared {
         &self.first.bell
     }
 
-    /// Clears the doorbell. The caller looks for events next: it is not rung again for those that are there already. It
-    /// is seldom rung twice before (by the agent, too); then the next wait ends at once.
+    /// Clears the doorbell. The caller must check for events afterwards, since it is not rung again for those in the
+    /// ring. In rare cases it was rung twice (also by the agent); then the next wait ends at once.
     pub fn clear_bell(&self) {
         self.first.bell.take();
         clear_rung(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 
-    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is
-    /// woken by the doorbell.
+    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`] and gets false, the doorbell
+    /// wakes it.
     pub fn count_sleeper(&self) {
         self.memory.word32(at::PROGRAM_PROCESSOR).store(current_cpu() as u32 + 1, Ordering::Relaxed);
         count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
@@ -428,8 +429,8 @@ mod tests {
         assert!(connection.has_moved());
     }
 
-    /// A late thread reads the block anew while another one makes the connection represent the next one: what counts as
-    /// up to date is of one connection.
+    /// A late thread reads the block while another one makes the object represent the next connection: the result is of
+    /// one connection, never a mixture.
     #[test]
     fn a_connection_that_represents_the_next_one_is_not_mixed_with_it() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
@@ -453,7 +454,7 @@ mod tests {
             for round in 0..200_000 {
                 let number = round % 2;
                 connection.set_number(number);
-                // A little later, so that the late thread gets on.
+                // A short delay, so that the late thread makes progress.
                 (0..round % 64).for_each(|_| std::hint::spin_loop());
                 if !connection.has_moved() && connection.cid() != cids[number as usize] {
                     ended.store(true, RELAXED);
@@ -465,8 +466,8 @@ mod tests {
         });
     }
 
-    /// RECEIVE_SEQ is written at the handoff only, and READ_SEQ whenever the program reads. A thread that looks just
-    /// when the connection has returned to the kernel must not take the difference for unread bytes.
+    /// RECEIVE_SEQ is written at the handoff only, and READ_SEQ whenever the program reads. A thread that reads both
+    /// just after the connection has returned to the kernel must not take the difference for unread bytes.
     #[test]
     fn nothing_is_unread_on_the_nic_when_a_connection_has_returned() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
@@ -508,9 +509,9 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
-    /// A connection is closed, and the next one gets its number and its object, while another thread is in the middle
-    /// of the NIC's events. What that thread finds of the new one counts, whether it knows already that the first one
-    /// has left or not, and by whichever list it learns of the move.
+    /// A connection is closed, and the next one gets its number and its object, while another thread is handling the
+    /// NIC's events. The new connection's events count, whether that thread has seen the first one's removal or not,
+    /// and by whichever list it learns of the move.
     #[test]
     fn events_of_a_connection_that_takes_anothers_place_count() {
         for (is_known, moved) in [(true, 3), (false, 3), (true, at::ANY), (false, at::ANY)] {
@@ -572,7 +573,7 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1);
     }
 
-    /// Buffers to post and rings for datagrams come from the same part of session memory: none gets what another has.
+    /// Buffers to post and rings for datagrams are allocated from the same part of session memory, and never overlap.
     #[test]
     fn buffers_and_datagrams_share_their_memory() {
         let shared = Shared::on(Arc::new(Region::private(at::HEAP + (1 << 20)).unwrap()));
@@ -640,7 +641,7 @@ mod tests {
         let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
         nic.push(Message::new(Operation::OsRecv, Cid::new(0, 1), 0, 10).to_words()).unwrap();
         nic.publish();
-        // The thread that learns of the move has not come to it yet.
+        // The thread that has read the list of moves has not checked this connection yet.
         shared.moves_seen.store(1, RELAXED);
         shared.with_events(1, |round| round.events.between.push(0)).unwrap();
         shared.catch_up(1);
@@ -696,8 +697,8 @@ mod tests {
         assert_eq!(messages().len(), 1, "no delay");
     }
 
-    /// With Nagle's rule on the host a message with a handshake stands for all that was kept back, and keeping back
-    /// needs none.
+    /// With Nagle's rule on the host one command with a handshake stands for all bytes that were kept back; bytes that
+    /// are kept back need no command.
     #[test]
     fn a_handshake_is_for_what_the_host_lets_go() {
         let (shared, connection, memory) = session_that_sends(Interface::Handshake, Nagle::Host);
@@ -754,7 +755,7 @@ mod tests {
         }
         assert!(sent >= RING_MESSAGES - 2);
         assert!(!shared.takes(&connection, 1));
-        // With a quarter of the ring left, which begins at a message that the NIC reports.
+        // Until a quarter of the ring is left, at a command whose reading the NIC reports.
         while !(shared.takes(&connection, 1) && nic.position().is_multiple_of(ANSWERED)) {
             assert!(nic.position() <= RING_MESSAGES as u64 - ANSWERED, "the ring is nearly empty");
             nic.pop().unwrap();

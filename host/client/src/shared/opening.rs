@@ -10,7 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How many agents are asked, each after the death of the one before.
+/// How many agents are asked, each after the previous one has died.
 const AGENTS: usize = 4;
 
 /// A session that an agent has opened.
@@ -18,13 +18,13 @@ pub(super) struct Opened {
     /// Its control connection, and its number.
     pub channel: Channel,
     pub session: u32,
-    /// Those of its memory and its doorbells.
+    /// The descriptors of its memory and its doorbells.
     pub descriptors: Vec<OwnedFd>,
 }
 
 /// Asks the agent at `path` for a session. The control connection's descriptor is passed through `renumber`. If the
-/// agent dies, the next one is asked over another connection, which gets the same number: whether it knows the first
-/// request, or the session, cannot be told.
+/// agent dies, the next one is asked over a new connection, whose descriptor gets the same number: the program cannot
+/// tell whether the next agent knows of the first request or the session.
 ///
 /// # Errors
 /// If no agent listens there; with the reason, if it refuses; `TimedOut` if the answer is not there after `limit`.
@@ -85,8 +85,8 @@ fn exchange(
     received.map_err(|error| sent.err().unwrap_or(error))
 }
 
-/// Whether it was another agent that answered, or none: before an agent has told its keeper of a connection, that is
-/// closed with its death.
+/// Whether the agent has died: another agent has answered, or the connection was closed, which happens if the agent
+/// dies before it has given the connection to its keeper.
 fn agent_has_died(asked: &io::Result<(Answer, Vec<OwnedFd>)>) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     match asked {
@@ -101,7 +101,7 @@ mod tests {
     use baton_linux::control::Listener;
     use std::os::fd::AsFd;
 
-    /// One agent closes the connection, the next one is followed by another before it has answered.
+    /// One agent closes the connection, and the next one dies before it has answered.
     #[test]
     fn another_agent_is_asked_after_a_death() {
         let directory = std::env::temp_dir().join(format!("baton-opening-{}", std::process::id()));

@@ -1,4 +1,4 @@
-//! What a program reads, and when the NIC is notified of it.
+//! A program's receives, and when the NIC is told of them.
 
 use super::events::catch_up_here;
 use super::{RELAXED, Shared, bad_address, would_block};
@@ -11,7 +11,7 @@ use std::sync::atomic::{Ordering, fence};
 /// Most bytes that are asked for at once (Linux, MAX_RW_COUNT): a call for more may be refused.
 const LARGEST: usize = 0x7fff_f000;
 
-/// What [`Shared::receive_at_once`] has received.
+/// The result of [`Shared::receive_at_once`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Received {
     /// As much as was asked for, at least a byte.
@@ -49,15 +49,15 @@ fn take_after_all(shared: &Shared, connection: &Connection, block: Inside<'_>, t
 }
 
 impl Shared {
-    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived, and some are wanted. 0,
-    /// with nothing received, in any other case.
+    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived, and some are wanted.
+    /// `Some(0)`, with nothing received, in any other case.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> Received {
         let Some(block) = connection.step_in(token) else { return Received::Some(0) };
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
         let unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
-        // After the copy nothing is called that needs more than the block: so fewer registers are saved.
+        // After the copy only the block is needed, so fewer registers have to be saved.
         if out.len() <= unread
             && !should_report(connection, end)
             && let Some(is_written) = connection.receive_memory().read_straight(read, out)
@@ -75,8 +75,8 @@ impl Shared {
         Received::Some(self.receive_after_all(connection, block, token, out))
     }
 
-    /// The rest of [`Shared::receive_at_once`]: not all of it has come as far as is known, or it wraps around, or the
-    /// NIC must get a message. Leaves the connection.
+    /// The slow part of [`Shared::receive_at_once`], if fewer bytes are known to have arrived than were asked for, they
+    /// wrap around, or the NIC has to be told. Leaves the connection.
     #[cold]
     #[inline(never)]
     fn receive_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
@@ -87,8 +87,8 @@ impl Shared {
         done
     }
 
-    /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a
-    /// message that they are read.
+    /// Receives bytes that have all arrived, but may wrap around the end of receive memory, or after which the NIC has
+    /// to be told.
     #[inline(never)]
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
@@ -135,7 +135,8 @@ impl Shared {
     pub(super) fn unread_after_all(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
         self.catch_up(token);
         loop {
-            // In this order: other threads handle the NIC's events, too, and the end comes after the last byte.
+            // The end is read before the count: other threads handle the NIC's events, too, and the end comes after the
+            // last byte.
             let over = connection.is_over();
             let unread = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
             if unread > 0 {
@@ -238,8 +239,8 @@ impl Shared {
     }
 }
 
-/// Whether the NIC should get a message that the program has read up to `read`: a small part of the memory opens no
-/// window. Whoever takes the connection over next reads the block.
+/// Whether the NIC should be told that the program has read up to `read`: a small part of the memory opens no window.
+/// After a move the next owner reads the position from the block.
 #[inline(always)]
 fn should_report(connection: &Connection, read: u32) -> bool {
     read.wrapping_sub(connection.report_at.load(RELAXED)) as i32 >= 0

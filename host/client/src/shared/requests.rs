@@ -20,32 +20,32 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-/// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on
-/// without the agent then.
+/// Time that a program waits for an agent that does not take up its request. After that, calls that return at once
+/// without Baton continue without the agent.
 pub const LIMIT: Duration = Duration::from_millis(800);
 
 /// Linux's error number for too many open files.
 const EMFILE: i32 = 24;
 
-/// Microseconds after which an agent that has not answered is waited for again.
+/// Microseconds for which an agent that has not answered is not waited for again.
 const SILENCE: u64 = 5_000_000;
 
-/// Most requests of [`give_back_each`] that wait for their answers at the same time. The queues of the control
-/// connection have room for more.
+/// Most requests of [`give_back_each`] that are unanswered at the same time. The queues of the control connection have
+/// room for more.
 const AT_ONCE: usize = 32;
 
 /// How long a request's answer is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Patience {
-    /// Until it comes: the program cannot go on without.
+    /// Without limit: the program cannot continue without the answer.
     Endless,
-    /// If the agent has not taken up the request after [`LIMIT`] it is withdrawn: the error is `TimedOut`, and nothing
-    /// has been done.
+    /// If the agent has not taken up the request after [`LIMIT`], the request is withdrawn: the error is `TimedOut`,
+    /// and nothing was done.
     Withdraw,
-    /// The same, and `ResourceBusy` at once if another thread waits for an answer: where hundreds of threads share few
-    /// processors each would wait for the turns of all others.
+    /// As `Withdraw`, but `ResourceBusy` at once if another thread waits for an answer: among hundreds of threads on
+    /// few processors each would wait for all others.
     WithdrawUnlessBusy,
-    /// After [`LIMIT`] the error is `TimedOut`, and the agent does what was asked for later.
+    /// After [`LIMIT`] the error is `TimedOut`, and the agent will carry out the request later.
     Leave,
 }
 
@@ -71,12 +71,12 @@ impl Shared {
         self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Endless).map(|(reply, _)| reply)
     }
 
-    /// As `ask`, for a request that a program can do without.
+    /// As `ask`, for a request that is withdrawn if the agent does not take it up.
     fn ask_or_withdraw(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
         self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Withdraw).map(|(reply, _)| reply)
     }
 
-    /// As `ask`, for a request that the agent may follow later.
+    /// As `ask`, for a request that the agent may carry out later.
     fn ask_or_leave(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
         self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Leave).map(|(reply, _)| reply)
     }
@@ -88,7 +88,7 @@ impl Shared {
         descriptors: &[BorrowedFd<'_>],
         patience: Patience,
     ) -> io::Result<(Reply, Vec<OwnedFd>)> {
-        // A signal handler of the program's may close a socket, which asks the agent, too.
+        // Signals are blocked: a handler that closes a socket would ask the agent, too, and wait for this lock.
         let _undisturbed = Undisturbed::begin();
         let channel = match self.channel.try_lock() {
             Ok(channel) => channel,
@@ -103,7 +103,7 @@ impl Shared {
         answered
     }
 
-    /// Asks over the control connection, which the caller has to itself.
+    /// Asks over the control connection, whose lock the caller holds.
     fn ask_over(
         &self,
         channel: &Channel,
@@ -145,7 +145,7 @@ impl Shared {
                         self.note_silence();
                         return Err(error);
                     }
-                    // The agent has taken it up.
+                    // The agent has taken the request up, so its answer will come.
                     await_answer(channel, tag, is_lost, None)
                 }
                 answered => answered,
@@ -153,7 +153,8 @@ impl Shared {
             if let Some(answered) = answered? {
                 self.silent_until.store(0, Ordering::Release);
                 if matches!(answered.0, Reply::Accepted { .. }) {
-                    // The agent need not give it again. Another thread's request comes later.
+                    // Tells later agents that this connection was received and need not be given again. Another
+                    // thread's request can only come later.
                     self.memory.word32(at::GIVEN).store(0, Ordering::Release);
                 }
                 return Ok(answered);
@@ -161,14 +162,14 @@ impl Shared {
         }
     }
 
-    /// Whether the agent is silent still.
+    /// Whether the agent, after a time-out, has still not answered and is not to be waited for.
     fn is_silent(&self, channel: &Channel) -> bool {
         if monotonic_micros() >= self.silent_until.load(Ordering::Acquire) {
             return false;
         }
         match channel.try_receive::<Answer>() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => true,
-            // A late answer, or the agent's end.
+            // A late answer, or the connection's end: the agent is asked again.
             _ => {
                 self.silent_until.store(0, Ordering::Release);
                 false
@@ -176,8 +177,8 @@ impl Shared {
         }
     }
 
-    /// A tag for a request of whoever has this session's channel to itself ([`Shared::channel`]), which may be
-    /// withdrawn. One request at a time.
+    /// A tag for a request that may be withdrawn, for the one thread that uses this session's [`Shared::channel`]. One
+    /// request at a time.
     pub fn begin_withdrawable(&self) -> u32 {
         let tag = self.tag() | MAY_WITHDRAW;
         self.memory.word32(at::ASKED).store(tag, Ordering::Release);
@@ -194,7 +195,7 @@ impl Shared {
         self.silent_until.store(monotonic_micros() + SILENCE, Ordering::Release);
     }
 
-    /// Sends a request whose answer nobody waits for, now or before the next one.
+    /// Sends a request without waiting for its answer, now or before the next request.
     fn send_later(&self, channel: &Channel, request: Request) {
         let mut unsent = self.unsent();
         if !unsent.is_empty() || channel.try_send(&request, &[]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
@@ -206,8 +207,8 @@ impl Shared {
         self.unsent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends requests without an answer, unless another thread has the control connection: it does this when it has had
-    /// its answer. What finds no room is sent before the next request.
+    /// Sends the queued requests without an answer, unless another thread has the control connection: that thread does
+    /// this after its answer. Requests that find no room are sent before the next request.
     fn send_unsent_unless_busy(&self) {
         loop {
             let waiting = self.unsent().len();
@@ -220,7 +221,7 @@ impl Shared {
         }
     }
 
-    /// Sends what found no room.
+    /// Sends the requests that have found no room before.
     fn send_unsent(&self, channel: &Channel, patience: Patience) -> io::Result<()> {
         let mut unsent = self.unsent();
         while let Some(request) = unsent.front() {
@@ -249,8 +250,8 @@ impl Shared {
         Ok(connection)
     }
 
-    /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps
-    /// these for ever, and lets each represent one connection after another.
+    /// A connection that is not registered yet. If threads may still use a closed connection, the program never frees
+    /// these objects, and lets each represent one connection after another.
     pub fn unregistered(&self) -> Arc<Connection> {
         Arc::new(Connection::unregistered(self.memory.clone(), self.patient))
     }
@@ -263,9 +264,9 @@ impl Shared {
         self.take_on(connection, &Ask::Register { inherited, process: None }, Patience::WithdrawUnlessBusy, fd, token)
     }
 
-    /// Asks the agent to take a connection on, and makes `connection` represent it then. The agent may move it at once,
-    /// and another thread may come across the NIC's first events of it before its number is known here: they count
-    /// nevertheless.
+    /// Asks the agent to manage a connection, and then makes `connection` represent it. The agent may move it at once,
+    /// and another thread may read the NIC's first events for it before its number is known here: they are kept and
+    /// counted.
     fn take_on(
         &self,
         connection: &Arc<Connection>,
@@ -305,11 +306,11 @@ impl Shared {
         }
     }
 
-    /// Makes the NIC have a UDP socket's datagrams; `bell` is the end of a doorbell that it is to ring. Returns the
-    /// socket's number. Called again when the socket was connected or its options have changed.
+    /// Asks the agent to give a UDP socket's datagrams to the NIC; `bell` is the end of a doorbell that the NIC rings.
+    /// Returns the socket's number. Called again when the socket was connected or its options have changed.
     ///
     /// # Errors
-    /// With the reason, if only the kernel can have it: `WouldBlock` if trying again later may help.
+    /// With the reason, if only the kernel can serve the socket: `WouldBlock` if trying again later may help.
     pub fn take_datagrams(&self, fd: BorrowedFd<'_>, bell: BorrowedFd<'_>, rings: Rings) -> io::Result<u32> {
         match self.ask_for_descriptors(&Ask::Datagrams { rings }, &[fd, bell], Patience::Withdraw)?.0 {
             Reply::Datagrams { socket } => Ok(socket),
@@ -332,7 +333,7 @@ impl Shared {
         }
     }
 
-    /// Gives a UDP socket to the kernel, with `replay` what is unread as well.
+    /// Gives a UDP socket to the kernel, with `replay` also its unread datagrams.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -346,7 +347,7 @@ impl Shared {
     /// `WouldBlock` if the ring is full.
     pub fn announce_datagrams(&self, socket: u32, token: Token) -> io::Result<()> {
         let message = Message::control(Operation::NicControl, Control::Datagrams, Cid(0), socket, 0);
-        // UDP sockets are the first NIC's.
+        // UDP sockets are always on the first NIC.
         let Some(mut commands) = self.first.commands.lock(token) else { return Err(would_block()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         commands.publish();
@@ -355,9 +356,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket
-    /// with a byte for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called
-    /// again when the socket's options have changed.
+    /// Asks the agent to let the NIC make the connections of a listening socket. Returns the listener's number and its
+    /// queue: a socket with a byte for each connection that waits to be accepted. A thread that has read a byte calls
+    /// [`Shared::accept`]. Called again when the socket's options have changed.
     ///
     /// # Errors
     /// With the reason, if only the kernel can make its connections now.
@@ -372,7 +373,7 @@ impl Shared {
     }
 
     /// Takes the next connection that the NIC has made for a listener. None if none waits. `begin` gets its descriptor,
-    /// and returns the connection from [`Shared::unregistered`] that is to represent it.
+    /// and returns the object from [`Shared::unregistered`] that is to represent it.
     ///
     /// # Errors
     /// If the agent has ended, or this session has no such listener.
@@ -442,10 +443,11 @@ impl Shared {
         }
     }
 
-    /// Requests a move without waiting for it, nor for another thread's turn with the agent: that one sends it then.
+    /// Requests a move without waiting for it. If another thread has the control connection, that thread sends the
+    /// request.
     pub fn suggest(&self, connection: u32, to: Place) {
         let _undisturbed = Undisturbed::begin();
-        // An agent that dies with the request leaves it to the next one, which reads this.
+        // If the agent dies with the request, the next agent reads this bit.
         let (word, bit) = (self.memory.word32(at::WISHES + (connection / 32 * 4) as usize), 1 << (connection % 32));
         match to {
             Place::Nic => word.fetch_or(bit, Ordering::AcqRel),
@@ -467,8 +469,8 @@ impl Shared {
         }
     }
 
-    /// Makes the agent forget a connection, which is then in the kernel and the program's alone. An agent that does not
-    /// answer forgets it later, and has the socket until then.
+    /// Makes the agent forget a connection, which is then in the kernel, with no descriptor outside of the program. An
+    /// agent that does not answer forgets it later, and has its descriptor until then.
     ///
     /// `lingers`: the socket's last close(2) waits, or resets the connection (SO_LINGER). Then this returns when agent
     /// and keeper have closed their descriptors of it, and after [`LIMIT`] in any case.
@@ -476,7 +478,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, lingers: bool) -> io::Result<()> {
-        // At the limit of descriptors it does without.
+        // Without them at the limit of descriptors.
         let (ours, theirs) = lingers.then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
@@ -500,7 +502,8 @@ impl Shared {
         drop(theirs);
         if let Some(ours) = ours {
             let _undisturbed = Undisturbed::begin();
-            // No message comes, only the end. Who closes many does not wait each time for a keeper that stands still.
+            // Waits for the end of the connection; no message comes. After a time-out the agent counts as silent, so
+            // that a program that closes many connections does not wait each time for a keeper that is stopped.
             let ended = ours.receive_message_within::<()>(LIMIT);
             if ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
                 self.note_silence();
@@ -509,7 +512,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Forgets a connection that the agent has forgotten.
+    /// Removes a connection that the agent has forgotten from the session.
     pub fn let_go(&self, connection: &Connection) {
         let address = std::ptr::from_ref(connection) as usize;
         self.changes.add(Change::Leaves(address, connection.number(), connection.cid()));
@@ -567,14 +570,14 @@ impl Shared {
     }
 }
 
-/// Notes how many bytes a second a connection has to carry to be on the NIC, before that is suggested; 0 if it is
-/// wanted there whatever it carries. The agent and those after it read this.
+/// Records how many bytes per second a connection has to carry to be on the NIC (0: any traffic), before its move is
+/// suggested. This and later agents read the word.
 pub fn note_hot_from(shared: &Shared, connection: u32, bytes: u32) {
     shared.memory.word32(at::hot_from(connection)).store(bytes, Ordering::Release);
 }
 
-/// As [`Shared::give_back`] for each of these connections, several at a time: a program that forks may have very many.
-/// Returns those that cannot be in the kernel now.
+/// As [`Shared::give_back`] for each of these connections, several at a time, since a program that forks may have very
+/// many. Returns those that could not be restored.
 ///
 /// # Errors
 /// If the agent has ended.
@@ -587,7 +590,7 @@ pub fn give_back_each(shared: &Shared, connections: &[u32], reason: &str, until:
     stay
 }
 
-/// As [`give_back_each`], over the control connection, which the caller has to itself.
+/// As [`give_back_each`], over the control connection, whose lock the caller holds.
 fn give_back_over(
     shared: &Shared,
     channel: &Channel,
@@ -626,7 +629,7 @@ fn give_back_over(
         take(channel.receive::<Answer>()?.0);
         let now = starts();
         if now.wrapping_sub(known) as i32 > 0 {
-            // The agent has died. What it has answered before has come.
+            // The agent has died. Its last answers have all arrived: take them, and send the other requests again.
             while let Ok((answer, _)) = channel.try_receive::<Answer>() {
                 take(answer);
             }
@@ -638,7 +641,7 @@ fn give_back_over(
     }
 }
 
-/// Closes a connection of which the program has no descriptor: its limit was reached when that came.
+/// Closes an accepted connection whose descriptor the program could not receive, since it had reached its limit.
 #[cold]
 fn close_unseen(shared: &Shared, number: u32) {
     let unseen = shared.unregistered();
@@ -647,8 +650,9 @@ fn close_unseen(shared: &Shared, number: u32) {
     let _ = shared.ask_or_leave(&Ask::Forget { connection: number }, None);
 }
 
-/// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads that from session
-/// memory, and is called after each message. The next agent sends a message if no other one is unread.
+/// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads from session memory
+/// whether it has, and is called after each message. The next agent sends a message, so that this wakes up, unless
+/// another one is unread.
 fn await_answer(
     channel: &Channel,
     tag: u32,
@@ -663,14 +667,14 @@ fn await_answer(
         if answer.tag == tag {
             return Ok(Some((answer.body, descriptors)));
         }
-        // Otherwise it reports an earlier death, or answers a request that was repeated since.
+        // Any other message reports an earlier death, or answers a request that was repeated since.
         if is_lost() {
             return Ok(answered_before(channel, tag));
         }
     }
 }
 
-/// The answer to request `tag`, if it is among the messages that wait: an agent may have answered it before it died.
+/// The answer to request `tag`, if it is among the unread messages: the agent may have answered before it died.
 fn answered_before(channel: &Channel, tag: u32) -> Option<(Reply, Vec<OwnedFd>)> {
     while let Ok((answer, descriptors)) = channel.try_receive::<Answer>() {
         if answer.tag == tag {
@@ -686,7 +690,8 @@ mod tests {
     use super::*;
     use baton_linux::bell::SessionBell;
 
-    /// The agent may die before it reads a suggestion, of which nobody waits for the end: the next one finds the wish.
+    /// The agent may die before it reads a suggestion, whose answer no thread waits for: the next agent finds it in
+    /// session memory.
     #[test]
     fn a_suggestion_is_noted_for_the_next_agent() {
         let memory = Arc::new(baton_shm::Region::private(at::HEAP).expect("memory"));
@@ -701,7 +706,7 @@ mod tests {
         assert_eq!([32, 33, 34].map(hot_from), [0, 5000, 0]);
     }
 
-    /// An agent gives a connection again as long as its program has not noted that it has the answer.
+    /// An agent gives an accepted connection again as long as the program has not recorded that it has received it.
     #[test]
     fn an_accepted_connection_is_noted_as_received() {
         let memory = Arc::new(baton_shm::Region::private(at::HEAP).expect("memory"));
@@ -729,8 +734,8 @@ mod tests {
         answering.join().expect("two requests");
     }
 
-    /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether
-    /// more have died.
+    /// While the report of an agent's death is unread, later agents send none. A program that reads it checks whether
+    /// more agents have died.
     #[test]
     fn any_message_shows_that_an_agent_has_died_with_a_request() {
         let (program, agent) = Channel::pair().expect("a channel");

@@ -1,4 +1,4 @@
-//! What a program sends: bytes, the end of the stream, options.
+//! A program's sends, shutdowns and socket options, as commands to the NIC.
 
 use super::{Lane, RELAXED, Shared, bad_address, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
@@ -13,21 +13,20 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{Ordering, fence};
 
-/// Bytes that are joined on the host at most before the NIC is notified of them.
+/// Most bytes that are joined on the host before the NIC is told of them.
 const JOINED: u32 = 16 << 10;
 
-/// Bytes that Nagle's rule on the host does not keep back: about a segment. With a smaller one the NIC's TCP cuts it;
-/// with a larger one it applies the same rule.
+/// So many bytes, about a segment, Nagle's rule on the host does not keep back. If the connection's segments are
+/// smaller, the NIC's TCP cuts the bytes; if they are larger, it applies the same rule.
 const SEGMENT: u32 = 1448;
 
-/// Number of looks for the NIC's answer to a message before a thread sleeps until it comes: about as long as going to
-/// sleep and being woken takes, so that the wait costs at most twice of what it would cost if its length were known
-/// before.
+/// How many times a thread polls for the NIC's answer before it sleeps. That takes about as long as going to sleep and
+/// being woken, so the wait costs at most twice the optimum.
 const ANSWER_LOOKS: u32 = 200;
 
 impl Lane {
-    /// Whether so many messages fit into the ring. If not, each connection of this NIC's is concerned by an event when
-    /// it is worth trying again ([`Control::Taken`]).
+    /// Whether `count` commands fit into the ring. If not, an event ([`Control::Taken`]) will concern all of this NIC's
+    /// connections when the ring has room again.
     #[inline(always)]
     fn has_room(&self, commands: &mut Producer<RingWords>, count: u64) -> bool {
         commands.has_room(count) || self.is_full(commands, count)
@@ -35,9 +34,10 @@ impl Lane {
 
     #[cold]
     fn is_full(&self, commands: &mut Producer<RingWords>, count: u64) -> bool {
-        // Until the NIC has read the message that it answers, with a quarter of the ring left to do.
+        // Up to the command whose reading the NIC reports when a quarter of the ring is still unread.
         self.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
-        // It may have read that one, and another thread its answer, just before this was noted.
+        // The NIC may have read that command, and another thread its event, just before this was stored: check once
+        // more.
         fence(Ordering::SeqCst);
         commands.has_room(count)
     }
@@ -66,8 +66,8 @@ impl Shared {
         self.send_pieces(connection, token, (bytes.len(), false), std::iter::once(bytes))
     }
 
-    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one. What does not fill a segment
-    /// waits for more if it is `held` (MSG_MORE) and there is room for all of it.
+    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one. With `held` (MSG_MORE) the
+    /// last part, which does not fill a segment, waits for more bytes, if there was room for all.
     ///
     /// # Errors
     /// See there.
@@ -141,8 +141,8 @@ impl Shared {
         Ok(length as usize)
     }
 
-    /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and
-    /// the ring is not full. When that changes there is an event.
+    /// Whether another command of the connection can be queued now: the ring is not full, and with the interface
+    /// *handshake* the NIC has acknowledged the last one. When this becomes true there is an event.
     pub fn takes(&self, connection: &Connection, token: Token) -> bool {
         let lane = self.lane(connection);
         let full_until = lane.full_until.load(RELAXED);
@@ -154,8 +154,9 @@ impl Shared {
         commands.is_released(full_until) && (!handshake || commands.is_released(connection.given.load(RELAXED)))
     }
 
-    /// Looks for the NIC's answer to the connection's last message for a few microseconds, before the thread sleeps.
-    /// Returns whether it has come. On the NIC's own processor that would only keep the NIC from answering.
+    /// Polls for the NIC's answer to the connection's last command for a few microseconds, before the thread sleeps.
+    /// Returns whether it has come. Does not poll on the NIC's own processor, where that would keep the NIC from
+    /// answering.
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
         let answers = self.interface == Interface::Handshake && connection.room() > 0;
         let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
@@ -175,8 +176,8 @@ impl Shared {
     /// Queues bytes that lie in send memory up to `end`. With Nagle's rule on the host (RFC 9293 section 3.7.4) the NIC
     /// is notified if the peer has acknowledged all bytes before them, if many have been joined since the last time, or
     /// if the program wants no delay. With the rule on the NIC it is notified once it has read the last message, or if
-    /// many have been joined. If it is not, it looks for them when it has read that message, and when it has reported
-    /// the next acknowledgement. Returns whether it was notified. The ring has room for a message.
+    /// many have been joined. If the NIC is not notified, it finds the bytes when it has read that message, and when it
+    /// has reported the next acknowledgement. Returns whether it was notified. The ring must have room for a command.
     #[inline]
     fn join(
         &self,
@@ -234,7 +235,7 @@ impl Shared {
     }
 
     /// [`Shared::send_at_once`] for the other interfaces: bytes are joined, and the NIC is notified only if it is due.
-    /// A message that has to be acknowledged is not sent here.
+    /// A send that needs an acknowledged command (*handshake*) is not served here.
     #[inline(never)]
     fn join_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
         if self.interface == Interface::Handshake {
@@ -246,7 +247,7 @@ impl Shared {
         block.step_out();
         match joined {
             Some(true) => lane.ring_nic(),
-            // The barrier that a mover needs, which waits for this operation to end.
+            // A full barrier, for an agent that waits for this operation to end.
             _ => fence(Ordering::SeqCst),
         }
         block.wake_mover();
@@ -282,8 +283,8 @@ impl Shared {
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         lane.put(&mut commands, message)?;
-        // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the
-        // flag is left.
+        // Set only when the command has found room, and before the NIC can act on it: if the NIC dies, the flag alone
+        // says so.
         connection.set_shut(true);
         connection.set_flag(block::FLAG_SHUT_DOWN, true);
         commands.publish();
@@ -334,7 +335,7 @@ impl Shared {
                 self.control(connection, token, Control::NoDelay, value as u32, 0)
             }
             (6, 3) => {
-                // Also on a connection that has ended, as in the kernel.
+                // The flag is set also on a connection that has ended, as in the kernel.
                 connection.set_flag(block::FLAG_CORK, value != 0);
                 self.control(connection, token, Control::Cork, value as u32, 0)
             }
@@ -349,7 +350,7 @@ impl Shared {
                 self.control(connection, token, Control::KeepAlive, first, second)
             }
             _ if limits_queue(level, option) => {
-                // What the kernel has made of it.
+                // The value as the kernel has changed it.
                 let most = baton_linux::socket::get(fd, 1, 7)?;
                 connection.limit_queue(queue_limit(most.max(0) as u32));
                 Ok(())
@@ -373,9 +374,9 @@ pub(crate) fn takes_buffers(shared: &Shared) -> bool {
     !shared.joins() && shared.interface != Interface::Handshake
 }
 
-/// Queues bytes that lie at this place in session memory, as many as there is room for. Returns how many. `note`
-/// gets the sequence number of the first and how many they are, before anybody can find that they are queued. The
-/// caller has entered the connection, which is on the NIC, and [`takes_buffers`].
+/// Queues bytes that lie at this place in session memory, as many as there is room for. Returns how many. `note` gets
+/// the sequence number of the first byte and their number, before any reader can see that they are queued. The caller
+/// has entered the connection, which is on the NIC, and [`takes_buffers`].
 ///
 /// # Errors
 /// As [`Shared::send`].
@@ -418,13 +419,13 @@ pub fn limits_queue(level: i32, option: i32) -> bool {
     level == 1 && matches!(option, 7 | 32)
 }
 
-/// Whether there is room for all bytes. Of nothing, and of more than a call takes, it does not say.
+/// Whether there is room for all bytes. Not meaningful for no bytes, or for more than a call takes.
 #[inline(always)]
 fn fits(connection: &Connection, bytes: &[u8]) -> bool {
     bytes.len() as isize <= connection.signed_room() as isize
 }
 
-/// Part of [`Shared::send_at_once`]: the lock that the message's ring still has, or None if nothing was sent.
+/// Part of [`Shared::send_at_once`]: the lock of the command ring, which is still held; None if nothing was sent.
 #[inline(always)]
 fn put_at_once<'a>(
     lane: &'a Lane,
@@ -440,7 +441,7 @@ fn put_at_once<'a>(
     let address = connection.send_memory().write_straight(queued, bytes)?;
     let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
     let mut commands = lane.commands.lock(token)?;
-    // Loaded once more, so that it is not kept across the copy.
+    // Loaded again, so that the compiler does not keep it across the copy.
     let end = connection.queued.load(RELAXED).wrapping_add(bytes.len() as u32);
     commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).ok()?;
     Some(commands)
@@ -472,9 +473,9 @@ mod tests {
         connection
     }
 
-    /// A call that finds the ring full fails where it would wait, although its connection has room or bytes. No event
-    /// of its own will wake that connection: it is reported ready, once, when the NIC has read what others have sent,
-    /// even if those are gone by then.
+    /// A call that finds the ring full fails with `WouldBlock`, although its connection has room or bytes. No event of
+    /// its own will wake that connection. So it is reported ready, once, when the NIC has read the other connections'
+    /// commands, even if those connections are gone by then.
     #[test]
     fn who_finds_the_ring_full_is_told_when_it_is_not() {
         let calls: [fn(&Shared, &Connection) -> io::Result<usize>; 3] = [
@@ -500,7 +501,7 @@ mod tests {
             assert_eq!(call(&shared, &waiting).expect_err("it is full").kind(), io::ErrorKind::WouldBlock);
             let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
             let mut events = Producer::<RingWords>::new(memory.ring(at::EVENTS));
-            // Whether the other connection is concerned by the NIC's answer.
+            // Whether the NIC's event concerns the other connection.
             let mut is_told = || {
                 told.lock().expect("numbers").clear();
                 let last = if is_gone { Cid::new(0, 9) } else { busy.cid() };
