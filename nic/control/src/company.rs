@@ -1,37 +1,39 @@
-//! Which processor a worker runs on that was not given one: that of the program that it wakes, where that pays.
+//! Chooses the processor of a worker that was not given one: that of the program that it wakes, if that pays.
 //!
-//! To wake a program on another processor is dear, above all in a virtual machine, where it takes an interrupt that
-//! leaves the machine. But a program that keeps a processor busy needs it for itself. Which of the two counts more is
-//! tried: the worker moves to the processor of the program that it wakes most often, and goes back if that does not
-//! bring more frames. It is moved, not bound: the kernel may wake the program on an idle processor at any time.
+//! Waking a program on another processor is expensive, above all in a virtual machine, where it takes an interrupt that
+//! exits the machine. But a program that keeps a processor busy needs it for itself. The worker finds out by trying
+//! which of the two counts more: it moves to the processor of the program that it wakes most often, and goes back if it
+//! does not handle more frames there. It is moved, not bound: the kernel may wake the program on an idle processor at
+//! any time.
 
-/// Microseconds over which frames are counted before and after a move. A move that does not pay is one that delays
-/// frames, so it is tried for a short time.
+/// Microseconds over which frames are counted before and after a move. A move that does not pay delays frames, so it is
+/// tried for a short time.
 const PERIOD: u64 = 20_000;
 const TRYING_PERIOD: u64 = 10_000;
-/// For how long a move that has paid is repeated at once if the kernel parts the two, and how often the worker looks
-/// then.
+/// For how long a move that has paid is repeated at once if the kernel moves worker or program apart, and the worker's
+/// interval of checks meanwhile.
 const PAYS_FOR: u64 = 2_000_000;
 const PAYING_PERIOD: u64 = 5_000;
-/// Microseconds until the next try after one that has not paid: at first, and at most. Each failure doubles them.
+/// Microseconds until the next try after one that has not paid: the first value, and the largest. Each failure doubles
+/// the pause.
 const LEAST_PAUSE: u64 = 1_000_000;
 const MOST_PAUSE: u64 = 64_000_000;
-/// Wakes a second that are a reason to try.
+/// Wakes per second from which on a move is tried.
 const OFTEN: u64 = 1_500;
-/// A move pays if it brings this part more frames.
+/// A move pays if the rate of frames grows by more than one part in this many.
 const MORE: u64 = 32;
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// The worker looks where programs run.
+    /// The worker counts on which processors programs run.
     Looking,
-    /// It has moved away from the processor `home`, where it handled `before` frames a second.
+    /// It has moved away from processor `home`, where it handled `before` frames per second.
     Trying { home: usize, before: u64 },
-    /// It has paid.
+    /// The move has paid.
     Paying { until: u64 },
 }
 
-/// Where the programs ran that a worker has woken. Times are in microseconds.
+/// On which processors the programs ran that a worker has woken. Times are in microseconds.
 #[derive(Debug)]
 pub(crate) struct Company {
     state: State,
@@ -70,7 +72,7 @@ impl Company {
         self.wakes.fill(0);
         (self.looked, self.frames) = (now, frames);
         if passed > 2 * PERIOD {
-            // There was a pause, which says nothing about the rate.
+            // After a pause the count says nothing about the rate.
             self.state = State::Looking;
             return None;
         }
@@ -97,8 +99,8 @@ impl Company {
         }
     }
 
-    /// The processor where at least three of four programs ran that were woken in the `passed` microseconds since the
-    /// last look, if those were often enough.
+    /// The processor on which at least three of four woken programs ran, of those woken in the `passed` microseconds
+    /// since the last look, if there were enough wakes.
     fn most_woken(&self, passed: u64) -> Option<usize> {
         let all: u64 = self.wakes.iter().map(|wakes| u64::from(*wakes)).sum();
         let (most, wakes) = self.wakes.iter().copied().enumerate().max_by_key(|(_, wakes)| *wakes)?;

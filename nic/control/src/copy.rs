@@ -18,15 +18,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Largest number of a worker's frames that the engine holds. With more waiting the worker takes nothing from the wire.
+/// Largest number of a worker's frames that the engine holds. At this limit the worker receives no more from the wire.
 const CREDIT: usize = 128;
 /// Number of frames written before the engine takes new frames from the workers.
 const BATCH: usize = 4;
 
-/// What the engine has done for a worker.
+/// The engine's counters for a worker.
 #[derive(Default)]
 struct Progress {
-    /// Frames written; those of them that the kernel did not accept; SYNs sent before other frames that had waited
+    /// Frames written; frames of these that the kernel did not accept; SYNs written before other frames that had waited
     /// longer.
     done: AtomicU64,
     failed: AtomicU64,
@@ -76,7 +76,7 @@ impl EngineClient {
         self.sent - self.overflow.len() as u64 - self.shared.progress[self.me].done.load(Ordering::Acquire)
     }
 
-    /// Passes frames to the engine, as many as it has room for.
+    /// Passes waiting frames to the engine, as many as it has room for.
     fn push(&mut self) {
         while self.under_way() < CREDIT as u64
             && let Some(frame) = self.overflow.pop_front()
@@ -293,7 +293,7 @@ impl CopyEngine {
             }
             progress.nanos.fetch_add(monotonic_nanos() - started, Ordering::Relaxed);
             progress.syns_first.store(self.engine.counters(worker).syns_first, Ordering::Relaxed);
-            // A buffer that does not fit was allocated beyond the worker's share, and is freed.
+            // A buffer that does not fit into the ring is more than the worker's share, and is freed.
             let _ = lane.back.push(frame);
             progress.done.fetch_add(1, Ordering::Release);
         }

@@ -6,8 +6,7 @@ use baton_linux::process;
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::time::Duration;
 
-/// Least time between two walks. What allocates meanwhile waits for the walk, and a longer pause lets one walk serve
-/// for more.
+/// Least time between two walks. Allocations wait during a walk, and with a longer pause one walk serves more requests.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Asks the thread for a walk.
@@ -15,19 +14,19 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub(crate) struct Trimmer(SyncSender<()>);
 
 impl Trimmer {
-    /// With what [`trim`] receives.
+    /// A trimmer, and the receiver for [`trim`].
     pub fn new() -> (Trimmer, Receiver<()>) {
         let (asks, asked) = mpsc::sync_channel(1);
         (Trimmer(asks), asked)
     }
 
-    /// Has the heap trimmed soon. Does not wait; what is asked while a walk is still to come is served by that one.
+    /// Requests a walk, without waiting. Requests before the next walk are all served by that one.
     pub fn ask(&self) {
         let _ = self.0.try_send(());
     }
 }
 
-/// The thread: trims the heap whenever that is asked for, until nobody is left who could ask.
+/// The thread: trims the heap at each request, until all trimmers are dropped.
 pub(crate) fn trim(asked: &Receiver<()>) -> Result<()> {
     while asked.recv().is_ok() {
         process::trim_heap();

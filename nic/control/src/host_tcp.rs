@@ -1,5 +1,5 @@
-//! The process of the host's TCP: a worker of the NIC's own code, on a processor of the host's, which goes on with the
-//! connections of partial offload that leave their fast path. It has no device; what it sends goes through the NIC.
+//! The process of the host's TCP: a worker of the NIC's code, on a processor of the host. With partial offload it runs
+//! the connections that leave their fast path. It has no device; its frames go through the NIC.
 
 use crate::nic::take_number;
 use crate::sandbox;
@@ -17,8 +17,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Microseconds of polling without work before it sleeps: it runs on the host's processors, of which it should take
-/// little.
+/// Microseconds of polling without work before it sleeps: short, since it runs on the host's processors.
 const SPIN: u64 = 20;
 /// Rounds with work after which it looks at the control connection.
 const ROUNDS: u32 = 256;

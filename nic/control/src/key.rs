@@ -3,7 +3,7 @@
 use baton_protocol::nic::NicSettings;
 use baton_rss::{KEY_BYTES, Key};
 
-/// A key that nobody outside can guess, derived from the lookup's, which it does not reveal (splitmix64).
+/// A key that others cannot guess, derived from the lookup's key without revealing that (splitmix64).
 pub(crate) fn random(settings: &NicSettings) -> Key {
     let mut key = [0; KEY_BYTES];
     for (at, bytes) in key.chunks_mut(8).enumerate() {

@@ -1,4 +1,4 @@
-//! A worker's wire: the device itself, or, where the settings ask for one, an emulated link in front of it.
+//! A worker's wire: the device itself or, if the settings ask for that, an emulated link in front of it.
 
 use baton_backends::Wire;
 use baton_device::{Arrival, Capabilities, Device, Frame, Payload};
@@ -18,7 +18,7 @@ fn impairments(link: &LinkSettings) -> Impairments {
 }
 
 impl Line {
-    /// The wire of worker `number`, whose faults have a seed of their own.
+    /// The wire of worker `number`. Each worker's link has its own random seed for faults.
     pub fn new(wire: Wire, link: &LinkSettings, number: usize) -> Line {
         let out = impairments(link);
         if out.is_clean() {

@@ -47,10 +47,10 @@ struct Runner {
     /// The worker's number, and whether there are others.
     me: usize,
     several: bool,
-    /// What it does without work.
+    /// Decides whether a worker without work polls, naps or sleeps.
     rest: Rest,
     memory: Arc<Region>,
-    /// Its sign of life, once it runs.
+    /// The worker's sign of life, once it runs.
     pulse: Option<Pulse>,
     poller: Poller,
     /// Descriptors of the devices, if this worker receives from them.
@@ -61,14 +61,14 @@ struct Runner {
     program_bells: HashMap<u32, ProgramBell>,
     /// In the first worker: the doorbells of UDP sockets, by their numbers.
     datagram_bells: HashMap<u32, SessionBell>,
-    /// Doorbells of further ones, from the first worker.
+    /// Doorbells of new sessions, from the first worker.
     new_bells: Receiver<(u32, ProgramBell)>,
     /// Present if the worker was not given a processor, and may move to that of a program.
     company: Option<Company>,
     busy_nanos: u64,
     doorbell_nanos: u64,
-    /// Has the heap trimmed; and the number of dormant connections when that was last asked for, or fewer if some have
-    /// woken up since.
+    /// Requests walks of the heap; and the number of dormant connections at the last request, lowered when connections
+    /// have woken up since.
     trimmer: Trimmer,
     trimmed_at: u64,
     /// Present if the NIC has an owner.
@@ -81,12 +81,12 @@ struct Runner {
 struct ProgramBell {
     /// Wakes the program.
     program: SessionBell,
-    /// Rings when the program wakes this NIC. None for the first NIC, whose two are one.
+    /// Rings when the program wakes this NIC. None for the first NIC, where `program` is both.
     nic: Option<SessionBell>,
 }
 
 impl ProgramBell {
-    /// The one that the program rings.
+    /// The doorbell that the program rings.
     fn heard(&self) -> &SessionBell {
         self.nic.as_ref().unwrap_or(&self.program)
     }
@@ -98,7 +98,7 @@ struct Front {
     agent_bell: Doorbell,
     /// Doorbell of the host's TCP, if there is one.
     host_tcp_bell: Option<Doorbell>,
-    /// For each worker: where the doorbells of its sessions go.
+    /// For each worker, the sender for the doorbells of its sessions.
     bells_to: Vec<Sender<(u32, ProgramBell)>>,
     /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
     channel_seen: u32,
@@ -111,7 +111,7 @@ struct Front {
 }
 
 impl Front {
-    /// Those of the agent's addresses that the settings have, as the worker is to serve them.
+    /// The settings for the worker of those addresses that the agent asks for and the NIC's settings allow.
     fn own_addresses(&self, mac: [u8; 6], asked: &[IpAddr]) -> AddressSettings {
         let allowed = self.addresses.iter().map(|own| own.address).filter(|address| asked.contains(address));
         AddressSettings {
@@ -126,7 +126,8 @@ impl Front {
 
 /// Events that a data half keeps while the program's ring is full.
 const EVENTS: u16 = 1024;
-/// Connections that have become dormant since the heap was trimmed, after which it is again although others are awake.
+/// Number of connections that have become dormant since the last walk after which the heap is trimmed again, although
+/// other connections are awake.
 const MANY_DORMANT: u64 = 256;
 
 /// Poller tokens of the worker's doorbell and of the control connection.
@@ -188,7 +189,7 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
 /// If a descriptor is missing or a system call fails.
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
-    // Not among the arguments, which every user can read: the lookup's key must stay secret.
+    // Over the control connection and not as arguments, which every user can read: the lookup's key must stay secret.
     let settings = settings::receive::<NicSettings>(&channel, baton_protocol::VERSION);
     let settings = &settings.context("receiving the settings from the agent")?;
     let (devices, registers) = devices(settings)?;
@@ -206,9 +207,9 @@ pub fn run() -> Result<()> {
     } else {
         None
     };
-    // Naps are no longer than what the kernel would add to them.
+    // The kernel must not lengthen naps (timer slack).
     process::wake_in_time();
-    // To be read now: the sandbox denies files.
+    // Read before the sandbox, which denies files.
     let nodes: Vec<Option<usize>> =
         (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
     sandbox::drop_rights()?;
@@ -252,7 +253,7 @@ pub fn run() -> Result<()> {
             let rules = Arc::new(Rules::new(&memory, hosts.len()));
             let (shared, bells) = (rules.clone(), bells.clone());
             start_thread(FILTER_THREAD, move || rules::serve(&owner, &shared, &bells))?;
-            // No frame passes before the rules are there.
+            // No frame may pass before the first rules have arrived.
             rules.wait_for_first();
             Some(rules)
         }
@@ -292,11 +293,11 @@ pub fn run() -> Result<()> {
     first.main_loop()
 }
 
-/// Threads that have something to do now and then.
+/// Names of threads that do not handle frames.
 const FILTER_THREAD: &str = "baton filter";
 const HEAP_THREAD: &str = "baton heap";
 
-/// Whether a thread of a NIC's process with this name handles frames: programs belong near those.
+/// Whether a thread of a NIC's process with this name handles frames, so that programs should run near it.
 pub fn handles_frames(name: &str) -> bool {
     ![FILTER_THREAD, HEAP_THREAD].contains(&name)
 }
@@ -315,7 +316,7 @@ fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + '
         }
     };
     std::thread::Builder::new().name(name.into()).spawn(work).with_context(|| format!("starting the thread {name:?}"))?;
-    // It has its name from then on.
+    // From then on the thread has its name.
     let _ = begun.recv();
     Ok(())
 }
@@ -395,7 +396,7 @@ impl Runner {
         })
     }
 
-    /// Polls the worker and sleeps while it has nothing to do. The clock is read once a round.
+    /// Polls the worker, and sleeps while there is no work. The clock is read once per round.
     fn main_loop(&mut self) -> Result<()> {
         let mut worked = false;
         let mut last = monotonic_nanos();
@@ -444,8 +445,8 @@ impl Runner {
         next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000)
     }
 
-    /// Has pages given back to the system that connections used while they were awake, when many have become dormant,
-    /// or the last one.
+    /// When many connections have become dormant, or the last one, requests that the heap pages which they used while
+    /// awake go back to the system.
     fn trim_heap(&mut self) {
         let (dormant, others) = self.worker.dormant();
         self.trimmed_at = self.trimmed_at.min(dormant);
@@ -536,7 +537,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Copies the counters that are not the datapath's to NIC memory.
+    /// Copies the counters of this thread (not the datapath's) to NIC memory.
     fn publish_counters(&mut self) {
         let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
@@ -669,7 +670,7 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
 
 const _: () = assert!(baton_offloads::MOST_PAIRS == baton_offloads::MOST_CONNECTIONS * PAIRS as u64);
 
-/// What the NIC has room for, as the datapath counts it.
+/// The NIC's limits in the form of the datapath.
 fn limits(set: &baton_offloads::Limits) -> baton_datapath::Limits {
     baton_datapath::Limits {
         connections: set.connections.unwrap_or(u32::MAX),
@@ -679,7 +680,7 @@ fn limits(set: &baton_offloads::Limits) -> baton_datapath::Limits {
     }
 }
 
-/// A listener, as the worker serves it.
+/// A listener's settings in the form of the datapath.
 fn listener(listen: &Listen) -> ListenerSettings {
     ListenerSettings {
         id: listen.id,
@@ -694,7 +695,7 @@ fn done(is_done: bool, otherwise: &str) -> ToAgent {
     if is_done { ToAgent::Served } else { ToAgent::Failed(otherwise.into()) }
 }
 
-/// Lets somebody look at the frames that pass.
+/// Begins a capture of frames.
 fn capture(worker: &mut NicWorker, wanted: &Capture, descriptors: Vec<OwnedFd>) -> ToAgent {
     let &Capture { id, bytes, kernel } = wanted;
     let Some(memory) = descriptors.into_iter().next() else { return ToAgent::Failed("a capture needs its memory".into()) };
@@ -707,7 +708,7 @@ fn capture(worker: &mut NicWorker, wanted: &Capture, descriptors: Vec<OwnedFd>) 
     }
 }
 
-/// A UDP socket, as the worker serves it.
+/// A UDP socket's settings in the form of the datapath.
 fn datagram_settings(socket: &DatagramSocket) -> DatagramSettings {
     let rings = socket.rings;
     DatagramSettings {

@@ -1,9 +1,9 @@
 //! The owner of a NIC: the process that holds the wire and the filter's rules, and starts the NIC for the host's agent.
 //!
-//! The host and its agent have no descriptor of the wire, and no way to the rules: the agent asks over a connection for
-//! a NIC on its own memory, and gets a control connection to one that has the rules before it receives its first frame.
-//! Rules are changed over a socket of the owner's, with a key. So it does not matter what root on the host does, as
-//! long as the owner runs where the host's root has no rights (docs/operate/filter.md).
+//! The host and its agent have no descriptor of the wire, and cannot change the rules. The agent asks the owner over a
+//! connection for a NIC on the agent's memory, and gets a control connection to a NIC that has the rules before it
+//! receives its first frame. Rules are changed over the owner's socket, with a key. So root on the host cannot get
+//! around the rules, as long as the owner runs where the host's root has no rights (docs/operate/filter.md).
 
 mod book;
 
@@ -132,7 +132,7 @@ impl Nic {
     }
 }
 
-/// A connection of a tool, and the rules that it has sent so far to be loaded.
+/// A connection of a tool, and the rules that it has sent so far for a load.
 struct Tool {
     channel: PeerChannel,
     parts: Vec<String>,
@@ -170,7 +170,8 @@ pub fn run() -> Result<()> {
     let card = OwnerDescriptor::Card as i32..;
     let card = card.take(settings.nic.card_descriptors()).map(take).collect::<Result<Vec<OwnedFd>>>()?;
     let signals = process::signal_descriptor(&process::ENDING)?;
-    // Before anything comes from the host or from a tool: what does not close is copied into no NIC's process.
+    // Before any descriptor comes from the host or a tool: a file that does not close must not be inherited by a NIC's
+    // process.
     starter::begin().context("the thread that starts NICs")?;
     let memory = Arc::new(Region::create("baton-filter", 8 * WORDS).context("the filter's memory")?);
     let mut random = [0u8; 32];
@@ -234,7 +235,7 @@ impl Process {
         }
     }
 
-    /// Serves one request of an agent. The host is not trusted: what it sends is checked.
+    /// Serves one request of an agent. The host is not trusted: its requests are checked.
     fn serve_agent(&mut self, agents: &PeerChannel) -> Result<()> {
         let (answer, descriptor) = match agents.try_receive_foreign::<AgentRequest>() {
             Ok(((tag, ToOwner::Start(asked)), descriptors)) => match self.start_nic(&asked, descriptors) {
@@ -258,7 +259,7 @@ impl Process {
         };
         let answer: AgentAnswer = answer;
         let descriptors: Vec<BorrowedFd<'_>> = descriptor.iter().map(AsFd::as_fd).collect();
-        // An agent that does not read its answers gets none.
+        // An answer for which there is no room, since the agent does not read, is lost.
         let _ = agents.try_send(&answer, &descriptors);
         Ok(())
     }
@@ -269,7 +270,7 @@ impl Process {
         let Ok([memory, nic_bell, agent_bell]) = <[Foreign; 3]>::try_from(descriptors) else {
             bail!("a NIC needs three descriptors: its memory and two doorbells")
         };
-        // The new process, and the thread that starts it, close copies of them, which must not take long.
+        // The new process, and the thread that starts it, close their copies of the descriptors, which must not block.
         if !memory.is_memory() || nic_bell.has_path() || agent_bell.has_path() {
             bail!("a NIC needs memory and two doorbells, not other files");
         }
@@ -303,7 +304,7 @@ impl Process {
         Ok((process, agents))
     }
 
-    /// Puts a changed set of rules in force: in the NIC, if one runs, and for those to come.
+    /// Puts a changed set of rules in force: in the NIC, if one runs, and for later NICs.
     fn put_in_force(&mut self, planned: Vec<Entry>) -> Result<()> {
         let slots: Vec<u16> = planned.iter().filter(|entry| entry.is_new()).map(|entry| entry.slot).collect();
         slots.into_iter().for_each(|slot| words::clear(&self.words[..], slot.into()));
@@ -311,8 +312,8 @@ impl Process {
         if let Some(nic) = &mut self.nic
             && let Err(error) = nic.apply(&planned, self.key, generation)
         {
-            // A NIC that has not answered must not go on with other rules than those that are listed. The next one gets
-            // the new rules.
+            // A NIC that has not answered might run with other rules than those that are listed, so it is ended. The
+            // next NIC gets the new rules.
             warning!(
                 [] "the NIC does not answer ({error:#}): it is ended";
                 "the next one gets the new rules, and until then nothing passes; if it comes again, send what `baton report` writes"

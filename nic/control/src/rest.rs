@@ -1,24 +1,25 @@
-//! What a worker without work does: it polls on, naps, or sleeps until it is woken.
+//! Decides what a worker without work does: poll on, nap, or sleep until it is woken.
 //!
-//! A worker that sleeps is woken by the next frame or message, which costs it and whoever wakes it some microseconds
-//! each. Under load the next ones come anyway. So the worker naps for a short time instead, in which nobody has to wake
-//! it, and then takes all that has come at once; so do the programs and peers behind it. A nap would only delay a load
-//! that waits for the worker's answer before it goes on, so naps go on only while they bring several frames each on
-//! average. A load comes in bursts, so that a single nap that brings few proves nothing: what earlier ones brought
-//! beyond that is held to their credit. After a nap that brought nothing the worker sleeps.
+//! A worker that sleeps is woken by the next frame or message, which costs the worker and the sender some microseconds
+//! each. Under load more frames come soon in any case. So the worker naps for a short time instead, in which no sender
+//! wakes it, and then handles all frames that have arrived at once; the programs and peers behind it get their frames
+//! in batches, too. But a nap delays a load that waits for the worker's answer before it sends more. So the worker
+//! continues to nap only while naps bring several frames each on average. Loads come in bursts, so a single nap with
+//! few frames proves nothing: frames that earlier naps brought beyond the minimum are credited. After a nap that
+//! brought nothing the worker sleeps.
 
 /// Microseconds of a nap.
 pub(crate) const NAP: u64 = 50;
 /// Least number of frames that a nap must bring on average.
 const ENOUGH: u64 = 3;
-/// Most frames beyond that which count for later naps.
+/// Most frames beyond [`ENOUGH`] that are credited to later naps.
 const MOST_CREDIT: u64 = 8 * ENOUGH;
 /// The period over which frames are counted while the worker polls or sleeps, and the longest average interval of
 /// frames with which it tries a nap, microseconds.
 const PERIOD: u64 = 250;
 const INTERVAL: u64 = 25;
-/// Microseconds until the next try after naps that brought too little: at first, and at most. Each try that fails at
-/// once doubles them.
+/// Microseconds until the next try after naps that brought too little: the first value, and the largest. Each try that
+/// fails at once doubles the pause.
 const LEAST_PAUSE: u64 = 500;
 const MOST_PAUSE: u64 = 20_000;
 
@@ -45,10 +46,10 @@ pub(crate) struct Rest {
     idle_since: u64,
     /// Whether there has been a round without work since then.
     idled: bool,
-    /// Number of frames at the last nap's begin, or at the period's.
+    /// Number of frames at the beginning of the last nap, or of the period.
     frames: u64,
     napping: bool,
-    /// Frames that the naps have brought beyond what was enough.
+    /// Frames that the naps have brought beyond [`ENOUGH`].
     credit: u64,
     period_began: u64,
     pause: u64,
@@ -71,8 +72,8 @@ impl Rest {
         }
     }
 
-    /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it
-    /// had to wait, if that is short; if it had to wait long, it polls for half as long the next time.
+    /// Records that there was work, or that the worker was woken for some. If the wait was short, the worker then polls
+    /// for up to twice as long; after a long wait it polls for half as long as before.
     pub fn worked(&mut self, now: u64) {
         if std::mem::take(&mut self.idled) {
             let waited = now - self.idle_since;

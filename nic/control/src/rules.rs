@@ -19,10 +19,10 @@ struct Current {
     key: [u64; 4],
 }
 
-/// What the thread and the workers share.
+/// The state that the thread and the workers share.
 pub(crate) struct Rules {
     current: Mutex<Option<Current>>,
-    /// Notified when the first rules are there.
+    /// Notified when the first rules have arrived.
     arrived: Condvar,
     /// Number of sets of rules so far, and how many of them each worker has seen.
     published: AtomicU32,
@@ -47,7 +47,7 @@ impl Rules {
         let _first = self.arrived.wait_while(self.current(), |current| current.is_none());
     }
 
-    /// The gate for worker `me`, if it has to be changed. To be called before each round.
+    /// The new gate for worker `me`, if the rules have changed. To be called before each round.
     #[inline]
     pub fn changed(&self, me: usize) -> Option<Gate> {
         let published = self.published.load(Ordering::Acquire);

@@ -1,4 +1,5 @@
-//! The NIC's own addresses: their protocol, and what agent and next NIC see of it in NIC memory.
+//! The NIC's own addresses: their protocol (ARP, neighbour discovery), and their state in NIC memory for the agent and
+//! the next NIC.
 
 use baton_abi::layout::nic;
 use baton_abi::{AddressEntry, AddressState};
@@ -10,10 +11,10 @@ use std::net::{IpAddr, SocketAddr};
 
 const _: () = assert!(nic::MOST_ADDRESSES == baton_resolution::MOST_ADDRESSES, "each address has an entry");
 
-/// What the agent says about the NIC's own addresses.
+/// The agent's settings for the NIC's own addresses.
 #[derive(Clone, Debug)]
 pub struct AddressSettings {
-    /// MAC address that they are to be found at.
+    /// MAC address that is announced for them.
     pub mac: [u8; 6],
     /// The addresses.
     pub addresses: Vec<IpAddr>,
@@ -29,7 +30,7 @@ pub(crate) enum Addresses {
     /// There are none.
     #[default]
     None,
-    /// Another worker, the front one, has them.
+    /// The front worker has them, and this is another worker.
     Elsewhere,
     /// This worker has them.
     Here(Box<Resolver>),
@@ -42,13 +43,13 @@ impl Addresses {
         matches!(self, Addresses::None)
     }
 
-    /// When something is due next, in microseconds; `u64::MAX` if nothing is.
+    /// Time of the next action, in microseconds; `u64::MAX` for none.
     pub fn due(&self) -> u64 {
         if let Addresses::Here(resolver) = self { resolver.due() } else { u64::MAX }
     }
 
-    /// Sets the addresses and their MAC address. One that the NIC before this one used is in use, and its counters go
-    /// on.
+    /// Sets the addresses and their MAC address. An address that the previous NIC had in use counts as in use, and its
+    /// counters continue.
     pub fn set(&mut self, settings: &AddressSettings, memory: &Region, now: u64) {
         if !matches!(self, Addresses::Here(_)) {
             let timing = Timing::in_proportion(settings.between_probes.max(1));

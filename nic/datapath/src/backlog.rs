@@ -1,13 +1,13 @@
-//! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are
-//! sent.
+//! Events for the agent for which its ring had no room. They wait here in order, and the NIC does not sleep until they
+//! are sent.
 
 use baton_abi::{Announcement, Control, FOR_AGENT, Message, Operation};
 use baton_ring::Producer;
 use baton_shm::RingWords;
 use std::collections::VecDeque;
 
-/// The waiting messages. Their number is bounded, however long the agent does not read: by the answers to the commands
-/// that it has sent, and by what there is to tell of connections, sessions and addresses, each once.
+/// The waiting messages. Their number is bounded, however long the agent does not read: by the number of its commands
+/// that need an answer, and by one event of each kind for each connection, session and address.
 #[derive(Default)]
 pub(crate) struct Backlog(VecDeque<Message>);
 
@@ -22,8 +22,8 @@ impl Backlog {
         self.0.is_empty()
     }
 
-    /// Appends a message. A later `os_resource` replaces an earlier one about the same, as a later `os_restore` of the
-    /// same connection does; an event that waits already is not repeated.
+    /// Appends a message. A later `os_resource` replaces an earlier one about the same resource, and a later
+    /// `os_restore` an earlier one of the same connection; an event that is already waiting is not repeated.
     #[cold]
     pub fn add(&mut self, message: Message) {
         let resource = Announcement::from_message(&message).map(|announcement| announcement.resource);

@@ -1,9 +1,9 @@
-//! The decision which buckets move to which worker: as the settings say, and, if they are to be balanced, by load.
+//! Decides which buckets move to which worker: by the settings and, if balancing is on, by load.
 
 use crate::peers::FRONT;
 use baton_rss::{BUCKETS, Indirection, Key, Move, RssSettings, Table, next_move};
 
-/// Microseconds between two measurements of the loads, and between two where there is hardly any load.
+/// Microseconds between two measurements of the loads; the second while there is hardly any load.
 const INTERVAL: u64 = 20_000;
 const IDLE_INTERVAL: u64 = 200_000;
 
@@ -27,13 +27,13 @@ pub(crate) struct Balance {
     settings: RssSettings,
     /// The hash key to change to.
     key: Option<Key>,
-    /// The table has to be brought to what the settings say.
+    /// The table has to be changed to match the settings.
     rearrange: bool,
     /// Number of buckets that are moving.
     moving: usize,
     /// Time of the next decision, in microseconds.
     due: u64,
-    /// Frames of each bucket ever, at the last measurement.
+    /// Total frames of each bucket at the last measurement.
     last: [u64; BUCKETS],
     /// Frames of each bucket between two measurements, smoothed, in thousandths.
     loads: [u64; BUCKETS],
@@ -55,7 +55,7 @@ impl Balance {
         self.due = 0;
     }
 
-    /// Notes that a bucket has moved.
+    /// Records that a bucket has moved.
     pub fn done(&mut self) {
         self.moving -= 1;
     }

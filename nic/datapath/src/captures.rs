@@ -1,5 +1,5 @@
-//! Captures: who looks at the frames that pass between a worker and the wire gets their beginnings in a ring, and never
-//! holds up the worker.
+//! Captures: a tool gets the beginnings of the frames that pass between a worker and the wire in a ring. A slow tool
+//! never holds up the worker.
 
 use baton_capture::{MOST_CAPTURES, Place, Seen, Writer};
 use baton_device::Parts;
@@ -7,14 +7,14 @@ use baton_shm::Region;
 use baton_wire::Glance;
 use std::sync::Arc;
 
-/// What a capture wants.
+/// Settings of a capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CaptureSettings {
     /// Its number.
     pub id: u32,
     /// Most bytes of a frame; None for its headers.
     pub bytes: Option<u32>,
-    /// Frames of the kernel's that pass the NIC, too.
+    /// Whether frames of the kernel's that pass the NIC are captured, too.
     pub kernel: bool,
 }
 
@@ -51,7 +51,8 @@ impl Captures {
         !self.0.is_empty()
     }
 
-    /// Begins one, whose memory has a ring for this worker. False if there are too many, or the memory has none.
+    /// Begins a capture with a ring in `memory` for this worker. False if there are too many captures, or the memory
+    /// has no such ring.
     pub fn begin(&mut self, settings: CaptureSettings, memory: &Arc<Region>, worker: usize) -> bool {
         self.end(settings.id);
         let Some(ring) = Writer::new(memory, worker).filter(|_| self.0.len() < MOST_CAPTURES) else { return false };
@@ -59,12 +60,12 @@ impl Captures {
         true
     }
 
-    /// Ends the one with this number.
+    /// Ends the capture with this number.
     pub fn end(&mut self, id: u32) {
         self.0.retain(|capture| capture.settings.id != id);
     }
 
-    /// A frame is about to be sent. `kernel`: for the kernel.
+    /// Captures a frame that is about to be sent. `kernel`: it is the kernel's.
     pub fn sends(&mut self, frame: &Parts, kernel: bool, now: u64) {
         let seen = seen(frame, true, kernel, now);
         for capture in self.0.iter_mut().filter(|capture| capture.settings.kernel || !kernel) {
@@ -72,7 +73,7 @@ impl Captures {
         }
     }
 
-    /// A frame was received, and is about to be processed.
+    /// Captures a frame that was received and is about to be processed.
     pub fn receives(&mut self, frame: &Parts, now: u64) {
         let seen = seen(frame, false, false, now);
         for capture in &mut self.0 {
@@ -80,7 +81,7 @@ impl Captures {
         }
     }
 
-    /// The frame that is being processed goes to the kernel.
+    /// Marks the frame that is being processed as one for the kernel.
     pub fn is_kernels(&mut self) {
         for capture in &mut self.0 {
             if let Some(place) = capture.received.take() {
@@ -89,12 +90,12 @@ impl Captures {
         }
     }
 
-    /// The frame that was received last has been processed.
+    /// To be called when the frame that was received last has been processed.
     pub fn processed(&mut self) {
         self.0.iter_mut().for_each(|capture| capture.received = None);
     }
 
-    /// Gives those who look what has been captured.
+    /// Makes the captured frames visible to the tools.
     pub fn show(&mut self) {
         self.0.iter_mut().for_each(|capture| capture.ring.show());
     }

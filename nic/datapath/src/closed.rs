@@ -1,6 +1,6 @@
-//! Connections that their programs have closed, and whose peers have acknowledged the FIN: in FIN-WAIT-2 and TIME-WAIT.
-//! They need neither a program's memory nor the agent; should the NIC die they are forgotten, and the kernel answers
-//! their peers with a RST.
+//! Connections that their programs have closed and whose peers have acknowledged the FIN: those in FIN-WAIT-2 and
+//! TIME-WAIT. They need neither a program's memory nor the agent. If the NIC dies they are forgotten, and the kernel
+//! answers their peers with a RST.
 
 use crate::listeners::Opening;
 use baton_tables::Lookup;
@@ -8,7 +8,7 @@ use baton_tcp::{Instant, State};
 use baton_wire::FlowKey;
 use std::collections::VecDeque;
 
-/// Most connections that wait; of more, those that have waited longest are forgotten.
+/// Most connections that wait here; above that, those that have waited longest are forgotten.
 const MOST: usize = 4096;
 
 /// Microseconds that a connection waits in FIN-WAIT-2 (Linux's tcp_fin_timeout), and in TIME-WAIT.
@@ -17,7 +17,7 @@ const PATIENCE: u64 = 60_000_000;
 struct Entry {
     key: FlowKey,
     rest: Box<Opening>,
-    /// When it is forgotten.
+    /// When the entry is forgotten.
     until: u64,
 }
 
@@ -26,8 +26,8 @@ pub(crate) struct Closed {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
     lookup: Lookup,
-    /// Each entry once, with the time (microseconds) at which it is looked at next. Nearly in the order of time, since
-    /// all wait equally long.
+    /// Each entry once, with the time (microseconds) of its next check. Nearly in order of time, since all wait equally
+    /// long.
     queue: VecDeque<(u64, u32)>,
     count: usize,
 }
@@ -58,12 +58,12 @@ impl Closed {
         self.count += 1;
     }
 
-    /// The connection that gets a frame with this key.
+    /// The connection that receives frames with this key.
     pub fn find(&self, frame: &FlowKey) -> Option<u32> {
         self.lookup.find(frame, |index| matches!(self.entries.get(index as usize), Some(Some(found)) if found.key.admits(frame)))
     }
 
-    /// The connection that gets frames which one with this key would get, too.
+    /// A connection some of whose frames a connection with this key would receive as well.
     pub fn overlapping(&self, key: &FlowKey) -> Option<u32> {
         self.lookup.find(key, |index| matches!(self.entries.get(index as usize), Some(Some(found)) if found.key.overlaps(key)))
     }
@@ -72,14 +72,14 @@ impl Closed {
         self.entries.get_mut(index as usize)?.as_mut().map(|entry| &mut *entry.rest)
     }
 
-    /// Makes an entry wait from now on: its peer has sent its FIN.
+    /// Starts an entry's wait again, since its peer has sent its FIN.
     pub fn wait_again(&mut self, index: u32, now: Instant) {
         if let Some(Some(entry)) = self.entries.get_mut(index as usize) {
             entry.until = now.0 + PATIENCE;
         }
     }
 
-    /// Forgets a connection. Its index stays in the queue, and is used again when the queue has come to it.
+    /// Forgets a connection. Its index stays in the queue, and becomes free when the queue reaches it.
     pub fn remove(&mut self, index: u32) {
         let Some(entry) = self.entries.get_mut(index as usize).and_then(Option::take) else { return };
         let entries = &self.entries;
@@ -118,7 +118,7 @@ impl Closed {
     }
 }
 
-/// Whether the rest of a connection's life is the table's.
+/// Whether a connection in this state belongs into this table.
 pub(crate) fn is_over(state: State) -> bool {
     matches!(state, State::FinWait2 | State::TimeWait)
 }

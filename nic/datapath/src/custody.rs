@@ -1,4 +1,4 @@
-//! The slots: who gets the frames of a connection.
+//! The slots: which owner receives a connection's frames.
 
 use crate::dormant::Dormant;
 use crate::held::HeldFrames;
@@ -39,21 +39,22 @@ pub enum Refusal {
 pub(crate) enum Custody {
     /// The kernel; the NIC copies the frames that arrive.
     Mirrored,
-    /// Nobody, on the way to the NIC: frames are held.
+    /// Neither kernel nor NIC, during an offload: frames are held.
     Held,
-    /// The NIC, which opens it.
+    /// The NIC, which is opening the connection.
     Opening(Box<Opening>),
     /// The NIC.
     Active(Pooled<Offloaded>),
-    /// The NIC; nothing has happened for a while, and its state is small. Whatever happens wakes it up first.
+    /// The NIC; the connection has carried nothing for a while, and its state is kept in few bytes. The next frame,
+    /// command or time-out wakes it up first.
     Dormant(Dormant),
     /// The host's TCP, to which the NIC has lent it.
     Lent(Box<Lent>),
-    /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.
+    /// Neither: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.
     Leaving(Pooled<Offloaded>),
 }
 
-/// An occupied slot: a connection on the NIC. It is a cache line, and all that a segment needs to find its connection.
+/// An occupied slot: a connection on the NIC. One cache line, with all that a segment needs to find its connection.
 #[repr(C, align(64))]
 pub(crate) struct Slot {
     /// The words of the 4-tuple that IPv4 has, the second with the device ([`DEVICE`]), and those of IPv6.
@@ -97,8 +98,8 @@ impl Slot {
         FlowKey::from_words([first, ports ^ device << DEVICE], self.rest.as_deref().copied(), device as u32)
     }
 
-    /// Whether a frame with this key is its connection's: see [`FlowKey::admits`]. Of one that is bound to no device
-    /// the words are those of the 4-tuple, so that its frames cost no comparison of devices.
+    /// Whether a frame with this key belongs to the slot's connection: see [`FlowKey::admits`]. If the connection is
+    /// bound to no device, its key has only the words of the 4-tuple, so its frames cost no comparison of devices.
     #[inline(always)]
     pub fn has_key(&self, key: &FlowKey) -> bool {
         let ([first, ports], rest) = key.words();
@@ -118,7 +119,7 @@ impl Slot {
         Some((offloaded.session, std::mem::take(&mut offloaded.pending)))
     }
 
-    /// The connection, if a program has it.
+    /// The connection's state, if it is running and a program has it.
     #[inline(always)]
     pub fn offloaded(&mut self) -> Option<&mut Offloaded> {
         match &mut self.custody {

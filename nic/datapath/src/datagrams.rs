@@ -1,5 +1,5 @@
-//! Programs' UDP sockets, as the NIC serves them: who gets a datagram, their rings, and the ways to the hosts that they
-//! send to.
+//! Programs' UDP sockets on the NIC: which socket receives a datagram, the sockets' rings, and the routes to the hosts
+//! that they send to.
 
 use baton_abi::layout::datagrams::MOST_HOSTS;
 use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
@@ -22,13 +22,13 @@ pub struct DatagramSettings {
     pub limit: u32,
     /// The addresses and ports that it receives at.
     pub endpoints: Vec<Endpoint>,
-    /// The only one that it receives from, if it is connected.
+    /// The peer, from which alone it receives, if it is connected.
     pub peer: Option<Endpoint>,
     /// MAC address of the host's interface.
     pub host: [u8; 6],
 }
 
-/// The way of a socket's datagrams to a host.
+/// The route of a socket's datagrams to a host.
 #[derive(Clone, Copy, Debug)]
 pub struct DatagramWay {
     /// The address that they come from.
@@ -48,7 +48,7 @@ pub(crate) struct Socket {
     pub program_wish: Wish,
     pub own_wish: Wish,
     pub ways: BTreeMap<[u8; 16], DatagramWay>,
-    /// It is in the list of those with datagrams to send.
+    /// It is in the list of sockets with datagrams to send.
     pub listed: bool,
 }
 
@@ -67,7 +67,7 @@ impl Socket {
         })
     }
 
-    /// Sets the way to a host. False if there are too many.
+    /// Sets or removes the route to a host. False if there are too many.
     pub fn set_way(&mut self, host: [u8; 16], way: Option<DatagramWay>) -> bool {
         match way {
             None => _ = self.ways.remove(&host),
@@ -78,7 +78,7 @@ impl Socket {
     }
 }
 
-/// Who receives at which address and port. Every worker has it; the front worker has the sockets, too.
+/// Which socket receives at which address and port. Every worker has this; the front worker has the sockets, too.
 #[derive(Default)]
 pub(crate) struct Datagrams {
     at: BTreeMap<Endpoint, Vec<(Option<Endpoint>, u32)>>,
@@ -96,7 +96,7 @@ impl Datagrams {
         self.at.is_empty()
     }
 
-    /// Notes where a socket receives.
+    /// Records the addresses and ports at which a socket receives.
     pub fn note(&mut self, id: u32, endpoints: &[Endpoint], peer: Option<Endpoint>) {
         self.forget(id);
         for endpoint in endpoints {
@@ -130,7 +130,7 @@ impl Datagrams {
         self.ready.retain(|other| *other != id);
         let Some(socket) = Socket::new(settings, memory) else { return false };
         self.sockets.insert(id, Socket { ways, listed: true, ..socket });
-        // Whatever a NIC that has died left in the send ring.
+        // Listed at once, since a NIC that has died may have left datagrams in the send ring.
         self.ready.push_back(id);
         true
     }

@@ -1,6 +1,6 @@
-//! The delivery of frames to the kernel. They wait, in order, for as long as moderation says, and go in one burst, so
-//! that the receiver is woken once for many. Writing to the kernel's interface corresponds to the interrupt of a
-//! network card.
+//! The delivery of frames to the kernel. Frames wait, in order, as long as moderation says, and are written in one
+//! burst, so that the receiver is woken once for many. Writing to the kernel's interface takes the place of a network
+//! card's interrupt.
 
 use crate::counters::Counters;
 use baton_abi::layout::Counter;
@@ -27,7 +27,7 @@ impl Delivery {
         delivery
     }
 
-    /// Changes the moderation; no frame may be waiting. Buffers are kept, since settings that change once are likely to
+    /// Changes the moderation; no frame may be waiting. Buffers are kept, since settings that have changed once may
     /// change again.
     pub fn set(&mut self, mode: Mode) {
         self.moderator = Moderator::new(mode);
@@ -49,7 +49,8 @@ impl Delivery {
                 self.waiting.push_back(spare);
             }
             spare => {
-                // The frame cannot wait, and must not overtake those that do.
+                // The frame cannot wait, since there is no spare buffer to exchange for its own, or its own is too
+                // small for that. It must not overtake the waiting frames, so those are sent first.
                 self.spares.extend(spare);
                 self.flush(host, counters, now);
                 return transmit(frame, host, counters);
@@ -73,7 +74,7 @@ impl Delivery {
         self.moderator.signalled(now);
     }
 
-    /// When the waiting frames have to go, in microseconds; `u64::MAX` if none waits.
+    /// Until when the waiting frames have to be sent, in microseconds; `u64::MAX` if none waits.
     #[inline]
     pub fn due(&self) -> u64 {
         self.moderator.due().unwrap_or(u64::MAX)

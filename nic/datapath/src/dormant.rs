@@ -1,8 +1,8 @@
-//! A connection that has carried nothing for a while, in few bytes.
+//! The short form of a connection that has carried nothing for a while.
 //!
-//! Everything that the NIC knows of it is in its image and in its slot. The image is kept in its short form; the rest
-//! is read from the slot when the connection wakes up. Both owners are the same NIC, with one clock: a moment that the
-//! image holds as an age is exactly the same moment afterwards.
+//! All of the NIC's state of the connection is in its image and in its slot. The image is kept in its short form; the
+//! rest is read from the slot when the connection wakes up. The NIC that wakes it up is the one that put it to sleep,
+//! with the same clock: so a time that the image holds as an age is exactly the same time afterwards.
 
 use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
@@ -24,7 +24,7 @@ const TABLE: u8 = 4;
 /// A dormant connection. Behind a pointer of one word, so that a slot stays a cache line.
 pub(crate) struct Dormant(ThinBytes);
 
-/// What a slot and a session say of the connection.
+/// A connection's data that is kept in its slot and session.
 pub(crate) struct Place {
     pub memory: Memory,
     pub limits: [u32; 2],
@@ -35,8 +35,8 @@ pub(crate) struct Place {
 }
 
 impl Dormant {
-    /// The dormant form of a connection at `now`. None if something is under way, or it has carried something in the
-    /// last `patience` microseconds.
+    /// The dormant form of a connection at `now`. None if the connection has work pending, or has carried anything in
+    /// the last `patience` microseconds.
     pub fn of(offloaded: &Offloaded, patience: u64, now: Instant) -> Option<Dormant> {
         let flag = match offloaded.path {
             Path::Whole => 0,
@@ -57,7 +57,7 @@ impl Dormant {
         ThinBytes::new(&bytes[..HEAD + length]).map(Dormant)
     }
 
-    /// The connection as it goes on. None if the bytes are damaged, or its memory does not lie in the session's.
+    /// The connection's full state again. None if the bytes are damaged, or its memory is not inside the session's.
     pub fn wake(&self, flow: Flow, place: Place) -> Option<Offloaded> {
         let (time, rest) = self.0.split_first_chunk()?;
         let (ident, rest) = rest.split_first_chunk()?;

@@ -1,6 +1,6 @@
 //! Reassembly of IP datagrams that carry TCP (RFC 791 section 3.2, RFC 8200 section 4.5). A router in front of a
 //! smaller MTU cuts packets that are sent without DF, and only the first fragment has ports. Memory and time are
-//! bounded; fragments that do not become whole are passed on as they came.
+//! bounded; fragments of a datagram that does not become complete are passed on unchanged.
 
 use baton_device::{Checksum, Frame};
 use baton_tcp::Instant;
@@ -27,8 +27,8 @@ const IPV4_MORE_FRAGMENTS: usize = 0x2000;
 const IPV6_OFFSET: usize = 0xfff8;
 const IPV6_MORE_FRAGMENTS: usize = 1;
 
-/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version; of link-local addresses,
-/// which another host may have on another link, the device, else 0.
+/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version; and the device for
+/// link-local addresses, which another host may have on another link, else 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Key([u8; 32], u32, u8, u32);
 
@@ -55,7 +55,7 @@ fn link_local(address: &[u8]) -> bool {
 }
 
 impl Fragment {
-    /// Reads a frame that came by this device. None if it is not a fragment that carries TCP, or is damaged.
+    /// Reads a frame that was received by this device. None if it is not a fragment that carries TCP, or is damaged.
     pub fn parse(frame: &[u8], device: u32) -> Option<Fragment> {
         let ip = frame.get(ETHERNET..)?;
         let fragment = match be16(frame, ethernet::TYPE)? as u16 {
@@ -99,7 +99,7 @@ impl Fragment {
         self.end - self.start
     }
 
-    /// Whether it is all of its datagram.
+    /// Whether it is a complete datagram by itself.
     fn is_whole(&self) -> bool {
         self.offset == 0 && !self.more
     }
@@ -112,14 +112,15 @@ struct Datagram {
     fragments: Vec<(Fragment, Frame)>,
 }
 
-/// What has become of a fragment.
+/// The result of taking a fragment.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// It waits for others, or was a duplicate.
+    /// The fragment waits for others, or was a duplicate.
     Waits,
-    /// It overlaps another one, or there are too many: the datagram is dropped (RFC 8200 section 4.5; RFC 5722).
+    /// The fragment overlaps another one, or there are too many: the datagram is dropped (RFC 8200 section 4.5; RFC
+    /// 5722).
     Dropped,
-    /// The datagram is complete, and is in the frame now.
+    /// The datagram is complete and was written to the frame.
     Whole,
 }
 
@@ -130,7 +131,7 @@ pub(crate) struct Fragments {
 }
 
 impl Fragments {
-    /// Takes a fragment. `given_up` gets the frames of datagrams that have waited too long or must make room.
+    /// Takes a fragment. `given_up` is called with the frames of datagrams that have waited too long or must make room.
     pub fn take(&mut self, frame: &mut Frame, fragment: Fragment, now: Instant, mut given_up: impl FnMut(Frame)) -> Outcome {
         if fragment.is_whole() {
             // An IPv6 atomic fragment has nothing to do with others of the same identification (RFC 6946 section 4).
@@ -344,8 +345,8 @@ mod tests {
         }
     }
 
-    /// RFC 6946: what has a Fragment header and is no part of anything harms no datagram with its identification, nor
-    /// the other way round.
+    /// RFC 6946: an atomic fragment (a Fragment header on a whole datagram) does not affect other datagrams with its
+    /// identification, nor they it.
     #[test]
     fn an_atomic_fragment_has_nothing_to_do_with_others() {
         let whole = segment(true);

@@ -1,7 +1,7 @@
-//! A ring of frames in shared memory, with one producer and one consumer: the way between the NIC and the host's TCP.
+//! A ring of frames in shared memory, with one producer and one consumer, between the NIC and the host's TCP.
 //!
-//! The indices count bytes and do not wrap at the ring's size. A frame lies contiguously behind its header; where the
-//! rest of the ring is too short for it, a header alone says that the next one is at the beginning.
+//! The indices count bytes and do not wrap at the ring's size. A frame is contiguous behind its header. If the rest of
+//! the ring is too short for it, a header without a frame says that the next one is at the beginning.
 
 use baton_abi::layout::host_tcp::{FRAMES_BYTES, FRAMES_DATA};
 use baton_device::{Checksum, Frame, Parts, Segmentation};
@@ -18,7 +18,7 @@ const HEADER: usize = 32;
 /// Length in a header without a frame: the rest of the ring is not used.
 const SKIP: u32 = u32::MAX;
 
-/// What is known of a frame beside its bytes.
+/// A frame's metadata.
 #[derive(Clone, Copy, Default)]
 struct Header {
     length: u32,
@@ -105,8 +105,8 @@ impl FrameSender {
         FrameSender { memory, base, head }
     }
 
-    /// Sends a copy of a frame. `tag` is the cid of the connection whose frames it is to be held with, or 0. False if
-    /// there is no room.
+    /// Sends a copy of a frame. `tag` is the cid of the connection with whose held frames it is to be kept, or 0. False
+    /// if there is no room.
     pub fn send(&mut self, frame: &Parts, tag: u32) -> bool {
         let length = frame.bytes().len();
         let tail = index(&self.memory, self.base + TAIL).load(Ordering::Acquire);
@@ -171,7 +171,7 @@ impl FrameReceiver {
                 continue;
             }
             if place + HEADER + length > FRAMES_DATA {
-                // No producer that follows this layout does so: nothing in the ring can be trusted.
+                // A producer that follows this layout never writes this, so nothing in the ring can be trusted.
                 self.tail = end;
                 self.release(0);
                 return None;

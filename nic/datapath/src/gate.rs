@@ -1,4 +1,5 @@
-//! The wire behind the filter: no frame that the filter drops is processed, or sent. Captures see what passes.
+//! The wire behind the filter: frames that the filter drops are neither processed nor sent. Captures see the frames
+//! that pass.
 
 use crate::captures::Captures;
 use crate::counters::Counters;
@@ -14,21 +15,21 @@ use std::collections::BinaryHeap;
 /// Most frames that wait, because of a limit or as an answer to a rejected frame. Further ones are dropped.
 const MAX_HELD: usize = 512;
 
-/// What frames have to pass between the worker and the wire.
+/// The checks on frames between the worker and the wire.
 #[derive(Default)]
 pub enum Gate {
     /// All frames pass.
     #[default]
     Open,
-    /// None passes: the rules are not known yet.
+    /// No frame passes, since the rules are not known yet.
     Closed,
-    /// Those pass that the filter lets pass. Its counters and flows are in the words.
+    /// The filter decides which frames pass. Its counters and flows are in the words.
     Filtered(Box<Filter>, WordArray<WORDS>),
 }
 
 /// A frame that waits.
 struct Held {
-    /// When it passes, in microseconds; and its place among frames with the same time.
+    /// When it passes, in microseconds; and its order among frames with the same time.
     at: (u64, u64),
     direction: Direction,
     /// It is sent for the kernel.
@@ -61,7 +62,7 @@ impl Eq for Held {}
 pub(crate) struct GatedWire<W> {
     pub device: W,
     gate: Gate,
-    /// Whether there is anything for frames to pass: a gate that is not open, or a capture.
+    /// Whether frames need a check: the gate is not open, or there is a capture.
     gated: bool,
     pub captures: Captures,
     /// The time of this round, in microseconds.
@@ -76,7 +77,7 @@ pub(crate) struct GatedWire<W> {
     frame_bytes: usize,
 }
 
-/// How many frames a frame stands for on the wire, and their bytes.
+/// How many frames on the wire a (large) frame becomes, and their bytes.
 fn extent(frame: &Frame) -> (u64, u64) {
     let length = frame.length();
     let Some(segmentation) = frame.segmentation else { return (1, length as u64) };
@@ -97,7 +98,7 @@ impl<W: Device> GatedWire<W> {
         wire
     }
 
-    /// Changes what may pass. Frames that wait are dropped: they have not been judged by these rules.
+    /// Changes the gate. Frames that wait are dropped, since these rules have not been applied to them.
     pub fn set(&mut self, gate: Gate) {
         if matches!(gate, Gate::Filtered(..)) && self.held.capacity() == 0 {
             self.held.reserve(MAX_HELD);
@@ -131,7 +132,7 @@ impl<W: Device> GatedWire<W> {
         self.send(frame, counters);
     }
 
-    /// Whether a frame may be sent now, which captures see then. `kernel`: it is the kernel's.
+    /// Whether a frame may be sent now; if so, captures see it. `kernel`: it is the kernel's.
     #[inline(never)]
     fn lets_out(&mut self, frame: &mut Frame, kernel: bool) -> bool {
         let passes = self.judge(Direction::Out, frame, kernel);
@@ -141,8 +142,8 @@ impl<W: Device> GatedWire<W> {
         passes
     }
 
-    /// Captures see a frame that was received, and that the gate has let pass. It counts as the NIC's until
-    /// [`Captures::is_kernels`] is called.
+    /// Shows captures a received frame that has passed the gate. It counts as the NIC's until [`Captures::is_kernels`]
+    /// is called.
     #[cold]
     pub fn note_received(&mut self, frame: &Frame) {
         self.captures.receives(frame, self.now);
@@ -155,18 +156,19 @@ impl<W: Device> GatedWire<W> {
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
-    /// Whether frames can be sent whose payload lies elsewhere: a filter would have to see it.
+    /// Whether frames whose payload is outside of the frame's buffer can be sent: not with a filter, which has to see
+    /// the payload.
     pub fn transmits_apart(&self) -> bool {
         !self.is_gated() && self.device.transmits_apart()
     }
 
-    /// Sends a frame whose payload lies elsewhere.
+    /// Sends a frame whose payload is outside of its buffer.
     pub fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>, counters: &Counters) {
         let sent = self.device.transmit_apart(frame, payload);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
-    /// Whether a frame that was received may pass now. If not, nothing else must be done with it; it is another buffer
+    /// Whether a frame that was received may pass now. If not, the caller must not use it: `frame` is another buffer
     /// afterwards.
     #[inline(always)]
     pub fn admits(&mut self, frame: &mut Frame) -> bool {
@@ -222,25 +224,25 @@ impl<W: Device> GatedWire<W> {
         }
     }
 
-    /// Whether frames are judged or captured: then the time must be set in each round, and what waits must be passed.
+    /// Whether frames are filtered or captured. Then each round has to set the time and to pass the frames that wait.
     #[inline(always)]
     pub fn is_gated(&self) -> bool {
         self.gated
     }
 
-    /// Sets the time of this round, in microseconds. Who captures gets what the last round has captured.
+    /// Sets the time of this round, in microseconds, and makes the last round's captured frames visible to the tools.
     pub fn set_time(&mut self, now: u64) {
         self.now = now;
         self.captures.show();
     }
 
-    /// When the next of the frames that wait passes, in microseconds.
+    /// When the next waiting frame passes, in microseconds.
     pub fn next_passing(&self) -> Option<u64> {
         self.held.peek().map(|held| held.at.0)
     }
 
-    /// Sends the frames to the wire whose time has come, up to the first one from the wire, which is put into `frame`.
-    /// False if there is none.
+    /// Releases the frames whose time has come: sends those to the wire, up to the first one from the wire, which is
+    /// put into `frame`. False if there is no such frame.
     pub fn pass_held(&mut self, frame: &mut Frame, counters: &Counters) -> bool {
         while self.next_passing().is_some_and(|at| at <= self.now) {
             let Some(mut held) = self.held.pop() else { return false };

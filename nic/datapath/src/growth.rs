@@ -1,6 +1,6 @@
-//! More memory for a connection whose path can hold more data than its memory, or whose program may queue more than has
-//! room there. The NIC notices that and asks for memory. The agent takes it from the session's heap, copies the
-//! contents while the connection is stopped, and resumes the connection in the new memory.
+//! More memory for a connection whose path can hold more data than its memory, or whose program may queue more bytes
+//! than fit there. The NIC notices that and asks the agent for memory. The agent takes it from the session's heap,
+//! copies the contents while the connection is stopped, and resumes the connection in the new memory.
 
 use crate::offloaded::{Memory, Offloaded, Pending};
 use crate::posted::Receive;
@@ -11,16 +11,16 @@ use baton_tcp::{Connection, Instant};
 /// Microseconds before a connection asks again.
 const RETRY: u64 = 50_000;
 
-/// The memory of a connection, and what it wants.
+/// The memory of a connection, and its request for more.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Growth {
     /// Bytes of send memory.
     send: u32,
     /// [`slot::LIMITS`].
     limits: [u32; 2],
-    /// Most bytes that the program may queue, as its block said last.
+    /// Most bytes that the program may queue, as last read from its block.
     most_queued: u32,
-    /// Congestion window in segments when the agent reckoned that last, 0 if it was not known then.
+    /// Congestion window in segments when the agent last computed that limit, 0 if it was not known then.
     reckoned: u32,
     asked_at: Option<Instant>,
     /// The request to the agent that has not been sent: bytes of receive and of send memory, 0 for no change.
@@ -58,14 +58,14 @@ impl Growth {
         self.ask(receive, send, now);
     }
 
-    /// Whether the program has queued all that it may, or all that there is room for.
+    /// Whether the program has queued as many bytes as it may, or as there is room for.
     #[inline(always)]
     fn is_full(&self, queued: u32) -> bool {
         queued >= self.send.min(self.most_queued)
     }
 
-    /// Makes a request for a program that has filled its send memory though it may queue more; or though the kernel
-    /// would let it queue more, since the congestion window has grown. `flags` are those of the connection's block.
+    /// Makes a request for a program that has filled its send memory, if it may queue more, or if the kernel would let
+    /// it queue more because the congestion window has grown. `flags` are those of the connection's block.
     #[cold]
     fn consider_writer(&mut self, queued: u32, cwnd: u32, flags: u32, now: Instant) {
         self.most_queued = block::most_queued(flags);
@@ -75,7 +75,7 @@ impl Growth {
         if self.most_queued > self.send && flags >> block::QUEUE_SHIFT & block::QUEUE_MASK != 0 {
             self.ask(None, Some(self.most_queued), now);
         } else if self.most_queued < self.limits[1] && cwnd > self.reckoned.saturating_add(self.reckoned / 4) {
-            // No more memory, but a larger limit.
+            // A request for a larger limit, without more memory.
             self.ask(None, Some(self.most_queued.min(self.send)), now);
         }
     }
@@ -95,7 +95,7 @@ pub(crate) fn largest_window(limits: [u32; 2]) -> Option<u32> {
 }
 
 impl Offloaded {
-    /// Requests more memory, or that the program may queue more, if the connection could use that.
+    /// Requests more memory, or a larger limit for the program's queue, if the connection could use it.
     #[inline]
     pub fn consider_growth(&mut self, now: Instant) {
         self.growth.consider(&mut self.tcp, now);
@@ -113,7 +113,7 @@ impl Offloaded {
         self.receive = Receive::new(circle, &self.posts_table());
         self.replace_send_queue(image, memory);
         self.growth = Growth { reckoned: self.tcp.cwnd(), ..Growth::new(memory, limits, self.flags_of_block()) };
-        // The pending events are dropped: the agent has put what they said into the connection's block.
+        // The pending events are dropped: the agent has written their effect to the connection's block.
         self.pending = Pending::default();
         self.tcp.set_receive_memory(memory.receive_size, largest_window(limits).unwrap_or(u32::MAX));
         true

@@ -1,5 +1,5 @@
-//! The frames of a connection that are held while it moves. All operations take time logarithmic in the number of
-//! frames, since the peer decides how many there are, and how small they are.
+//! The frames of a connection that are held while it moves. All operations take logarithmic time in the number of
+//! frames, since the peer decides how many frames there are and how small they are.
 
 use crate::listeners::FIRST_WINDOW;
 use baton_device::Frame;
@@ -11,14 +11,14 @@ use std::collections::{BTreeMap, BTreeSet};
 /// queue.
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
-/// The same bytes for a connection that the NIC has made and that no program has accepted yet, which may last as long
-/// as the program likes: what its peer may send until then, with headers.
+/// The limit in bytes for a connection that the NIC has made and that no program has accepted yet, which the program
+/// may delay at will: as many bytes as its peer may send until then, with headers.
 const MADE_BYTES: usize = 2 * FIRST_WINDOW as usize;
-/// Bytes that a held frame counts for beside its own: the memory in which it is kept.
+/// Bytes that a held frame counts in addition to its own, for its bookkeeping.
 const BESIDE: usize = 256;
 
-/// A sequence number as an offset from the first one seen, then from what the kernel has acknowledged, so that it can
-/// be ordered.
+/// A sequence number as an offset, so that it can be ordered: from the first one seen, later from the kernel's
+/// acknowledgement.
 type SeqOffset = i32;
 
 /// The frames held during a move; without any it takes no memory of its own.
@@ -34,25 +34,26 @@ struct Frames {
     ends: BTreeSet<(SeqOffset, u64)>,
     /// The ranges that the frames cover, as beginnings and ends; they neither touch nor overlap.
     covered: BTreeMap<SeqOffset, SeqOffset>,
-    /// The sequence number from which offsets count; and whether it is the kernel's. The first one seen may be
-    /// anybody's who knows the addresses and ports, and half of all sequence numbers away: the order would turn around
-    /// among the peer's.
+    /// The sequence number from which offsets count, and whether it is the kernel's. The first frame may be forged by
+    /// anyone who knows the addresses and ports, with a sequence number 2³¹ away: then the order would wrap around in
+    /// the middle of the peer's frames.
     base: Option<u32>,
     is_kernels: bool,
     /// Number of frames that have arrived.
     arrivals: u64,
-    /// Bytes that the frames held count for.
+    /// Bytes that the held frames count.
     bytes: usize,
     /// The NIC has made the connection, and no program has accepted it.
     is_made: bool,
-    /// Frames with a lower number of arrival were received by the kernel, too.
+    /// Frames with an arrival number below this were received by the kernel, too.
     mirrored: u64,
     /// A frame was dropped, so that the frames do not cover everything that arrived.
     overflowed: bool,
 }
 
 impl HeldFrames {
-    /// Without frames, of a connection that the NIC has made: anybody may make the NIC make some.
+    /// An empty queue for a connection that the NIC has made, with a lower limit, since any peer can cause the NIC to
+    /// make connections.
     pub fn of_made() -> HeldFrames {
         HeldFrames(Some(Box::new(Frames { is_made: true, ..Frames::default() })))
     }
@@ -84,14 +85,14 @@ impl HeldFrames {
         !before(left, right) || self.0.as_ref().is_some_and(|held| held.covers(left, right))
     }
 
-    /// Notes the steal: frames that arrive from now on are not received by the kernel.
+    /// Records the steal: the kernel does not receive frames that arrive from now on.
     pub fn mark_stolen(&mut self) {
         if let Some(held) = &mut self.0 {
             held.mirrored = held.arrivals;
         }
     }
 
-    /// Drops the frames that were mirrored: that the kernel has received.
+    /// Drops the mirrored frames, which the kernel has received.
     pub fn drop_mirrored(&mut self) {
         if let Some(held) = &mut self.0 {
             held.frames = held.frames.split_off(&held.mirrored);
@@ -148,7 +149,7 @@ impl Frames {
         self.covered.insert(first, end);
     }
 
-    /// Has offsets count from a sequence number of the kernel's.
+    /// Makes offsets count from a sequence number of the kernel's.
     fn count_from(&mut self, base: u32) {
         let before = self.base.replace(base).unwrap_or(base);
         let moved = |offset: SeqOffset| offset.wrapping_add(before.wrapping_sub(base) as SeqOffset);
@@ -234,7 +235,7 @@ mod tests {
         assert_eq!(finished.recv_timeout(Duration::from_secs(5)), Ok(2));
     }
 
-    /// Somebody who knows addresses and ports sends the first frame, half of all sequence numbers away from the peer's.
+    /// The first frame is forged, with a sequence number 2³¹ away from the peer's.
     #[test]
     fn a_forged_first_frame_changes_nothing_for_the_others() {
         let mut held = HeldFrames::default();

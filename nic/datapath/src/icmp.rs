@@ -7,19 +7,19 @@ use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6, PROTOCOL
 use baton_wire::offset::{ethernet, ipv4, ipv6, tcp};
 use baton_wire::{Endpoint, Flow};
 
-/// What a message says.
+/// The content of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Report {
     /// The segment was too big for a link with this MTU.
     TooBig(u32),
-    /// The segment did not reach the peer, for this error (Linux's number).
+    /// The segment did not reach the peer; with Linux's error number.
     Unreachable(u32),
 }
 
 /// A message about a segment that this host has sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct About {
-    /// Seen from this host.
+    /// The connection, as seen from this host.
     pub flow: Flow,
     /// The segment's sequence number.
     pub seq: u32,
@@ -42,8 +42,8 @@ const TIME_EXCEEDED: u8 = 11;
 const PARAMETER_PROBLEM: u8 = 12;
 const FRAGMENTATION_NEEDED: u8 = 4;
 
-/// Linux's error for each code of "destination unreachable" (RFC 792, RFC 1122, RFC 1812); 0 for the fourth, which is
-/// none.
+/// Linux's error for each code of "destination unreachable" (RFC 792, RFC 1122, RFC 1812); 0 for the fourth code, which
+/// is no error.
 const ERRORS: [u32; 16] = [
     ENETUNREACH,
     EHOSTUNREACH,

@@ -2,8 +2,9 @@
 //! system, so that the simulator runs it unchanged.
 //!
 //! A [`Worker`] stands between two devices, the *host* (the kernel's interface) and the *wire*. Frames of connections
-//! that it does not own pass through it. For the connections that it owns it runs TCP: it writes received payload into
-//! the program's memory, reads payload to be sent from there, and exchanges messages with the program through rings.
+//! that it does not own pass through it. It runs TCP for the connections that it owns: it writes received payload into
+//! session memory, reads payload to be sent from there, and exchanges commands and events with the program through
+//! rings.
 #![forbid(unsafe_code)]
 
 mod addresses;

@@ -1,5 +1,5 @@
-//! The programs' listening sockets, as the NIC serves them, and the handshakes with their clients. Both are bounded:
-//! what does not fit into the table of handshakes is answered by SYN cookies, and not remembered.
+//! The programs' listening sockets on the NIC, and the handshakes with their clients. Both are bounded: a SYN for which
+//! the table of handshakes has no room is answered with a SYN cookie, and not remembered.
 
 use baton_abi::Cid;
 use baton_tables::Lookup;
@@ -15,7 +15,7 @@ const MOST_HANDSHAKES: usize = 512;
 const SYN_ACK_RETRIES: u8 = 5;
 
 /// Microseconds for which acknowledgements of SYN cookies are accepted after the last one was sent, or after the start
-/// of a NIC that has a predecessor, whose handshakes it continues. Cookies are no older.
+/// of a NIC with a predecessor, whose handshakes it continues. No valid cookie is older.
 const COOKIES_LAST: u64 = 134_000_000;
 
 /// Bytes of receive memory that a connection has until it is handed off: its first window, which is not scaled.
@@ -43,7 +43,7 @@ pub struct ListenerSettings {
 pub(crate) struct Listener {
     pub settings: ListenerSettings,
     pub granted: Vec<Cid>,
-    /// It has been granted slots. Before, the kernel answers its clients.
+    /// It has been granted slots. Until then the kernel answers its clients.
     pub open: bool,
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct Handshake {
     key: FlowKey,
     pub listener: u32,
     pub opening: Opening,
-    /// It is known by the acknowledgement of a SYN cookie, which found the accept queue full.
+    /// It was entered because the acknowledgement of its SYN cookie found the accept queue full.
     pub by_cookie: bool,
 }
 
@@ -116,8 +116,8 @@ impl Listeners {
         self.listeners.is_empty()
     }
 
-    /// Adds a listener, or changes its settings. Handshakes under way at endpoints that it keeps go on: their clients
-    /// have been answered.
+    /// Adds a listener, or changes its settings. Handshakes in progress at endpoints that it keeps continue, since
+    /// their clients were answered already.
     pub fn add(&mut self, settings: ListenerSettings) {
         let (granted, open) = self.take(settings.id).map_or((Vec::new(), false), |listener| (listener.granted, listener.open));
         self.forget_all(settings.id, &settings.endpoints);
@@ -127,7 +127,7 @@ impl Listeners {
         self.listeners.insert(settings.id, Listener { settings, granted, open });
     }
 
-    /// Removes a listener. Its handshakes end: clients that go on are the kernel's.
+    /// Removes a listener and its handshakes. The kernel answers further segments of their clients.
     pub fn remove(&mut self, id: u32) -> Option<Listener> {
         let removed = self.take(id)?;
         self.forget_all(id, &[]);

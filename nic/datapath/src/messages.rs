@@ -34,11 +34,11 @@ pub(crate) struct Messages {
     memory: SessionMemory,
     /// None until the program has begun to use this NIC.
     data: Option<Data>,
-    /// The ways to the hosts that the agent has allowed.
+    /// The routes to the hosts that the agent has allowed.
     hops: BTreeMap<[u8; 16], Link>,
 }
 
-/// What a round over a session's commands has found.
+/// The result of a round over a session's commands.
 pub(crate) struct Round {
     /// There were commands.
     pub worked: bool,
@@ -56,8 +56,8 @@ impl Messages {
         self.endpoint.data.address
     }
 
-    /// Allows packets to a host by `link`; without one there is no way, and they are dropped. False if there are too
-    /// many hosts already.
+    /// Allows packets to a host by `link`; with None packets to it are dropped. False if there are too many hosts
+    /// already.
     pub fn reach(&mut self, host: [u8; 16], link: Option<Link>) -> bool {
         let Some(link) = link else {
             self.hops.remove(&host);
@@ -70,7 +70,7 @@ impl Messages {
         room
     }
 
-    /// The way to an endpoint. With raw Ethernet it is given by the two MAC addresses; frames for groups of hosts are
+    /// The link header for an endpoint. With raw Ethernet it consists of the two MAC addresses; multicast frames are
     /// not sent.
     pub fn link_to(&self, remote: &Endpoint) -> Option<Link> {
         const GROUP: u8 = 1;
@@ -101,7 +101,7 @@ impl Messages {
             };
             round.worked = true;
             if let Some(starts) = begins(&record) {
-                // Once for each NIC: tables are made for it.
+                // Only once for each NIC, since the tables are allocated here.
                 if starts == self.endpoint.starts && self.data.is_none() {
                     self.data = Some(Data::new(self.endpoint.data));
                 }
@@ -118,14 +118,14 @@ impl Messages {
         Ok(round)
     }
 
-    /// Whether there is room for what a command makes. If not, the program leaves its events unread.
+    /// Whether there is room for the effects of a command. If not, the program is leaving its events unread.
     pub fn takes_commands(&self) -> bool {
         self.data.as_ref().is_none_or(Data::has_room)
     }
 
     /// Handles the packet in a datagram, or all of them if a device on the way has left a run of datagrams in one
-    /// piece. False if the kernel is to have it. Before the program has begun packets are dropped: their sender sends
-    /// them again.
+    /// piece. False if the datagram is for the kernel. Before the program has begun to use this NIC packets are
+    /// dropped: their sender sends them again.
     pub fn receive(&mut self, from: &Endpoint, datagram: &[u8]) -> bool {
         let Some(data) = &mut self.data else { return true };
         if self.endpoint.data.address.port == 0 {
@@ -134,7 +134,7 @@ impl Messages {
         }
         let mut rest = datagram;
         loop {
-            // What is too short for a header is refused as a whole.
+            // A remainder that is too short for a header is refused as a whole.
             let length = rmpp::packet_length(rest).unwrap_or(rest.len()).min(rest.len());
             let (packet, behind) = rest.split_at(length);
             let disposition = data.input(from, packet, &mut self.memory);

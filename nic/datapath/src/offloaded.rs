@@ -22,7 +22,7 @@ mod tcp;
 
 pub(crate) use tcp::Tcp;
 
-/// Queued bytes that last longer on a short path than a program needs to wake up: 80 us at 25 Gb/s.
+/// As long as so many bytes are queued, a short path stays busy until a program has woken up: 80 us at 25 Gb/s.
 const LASTS: u32 = 1 << 18;
 
 /// The events that have not been sent to the program.
@@ -226,7 +226,7 @@ impl Offloaded {
         self.template.allow_fragments(mtu <= MIN_MTU);
     }
 
-    /// Begins to load what a predicted segment uses of the connection's state into the cache.
+    /// Prefetches the part of the connection's state that a predicted segment uses.
     #[inline(always)]
     pub fn prefetch(&self) {
         prefetch(self, 0, offset_of!(Offloaded, template) + Template::HOT);
@@ -234,8 +234,8 @@ impl Offloaded {
         prefetch(self, tcp + Connection::USUAL.start, tcp + Connection::USUAL.end);
     }
 
-    /// Begins to load what it uses elsewhere, once its state is there: the recovery record that is published next, and
-    /// the place of the next bytes to be received.
+    /// Prefetches other memory that a predicted segment uses, once the state is in the cache: the recovery record that
+    /// is published next, and the place of the next bytes to be received.
     #[inline(always)]
     pub fn prefetch_memory(&self) {
         prefetch(&self.record[copy(self.next)], 0, 8);
@@ -263,10 +263,10 @@ impl Offloaded {
         self.session_memory.word32(layout::session::block(self.memory.block) + layout::block::FLAGS).load(Ordering::Acquire)
     }
 
-    /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits
-    /// for (see [`layout::block::QUIET_ABOVE`]), and on a short path most of the memory, as long as another
-    /// acknowledgement must come. There the rest lasts longer than the program needs to wake up; on a long path the
-    /// memory may be what limits the rate.
+    /// Whether acknowledgements so far free too little send memory to wake a sleeping program: less than it waits for
+    /// (see [`layout::block::QUIET_ABOVE`]) or, on a short path, less than most of the memory, as long as another
+    /// acknowledgement must come. On a short path the queued bytes last until the program has woken up; on a long path
+    /// the size of send memory may limit the rate.
     pub fn frees_too_little(&self) -> bool {
         let most = self.session_memory.word32(self.quiet_offset).load(Ordering::Relaxed);
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
@@ -275,8 +275,8 @@ impl Offloaded {
         most != 0 && (left > most || goes_on && left > LASTS.min(self.send_size / 2))
     }
 
-    /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers:
-    /// as one pair, or two around the end.
+    /// Fills the send queue with the bytes that came with the image. They are in send memory at their sequence numbers,
+    /// as one pair, or two if they wrap around the end.
     fn adopt_send_queue(&mut self, image: &Image, memory: Memory) {
         let mut seq = image.snd_una;
         let mut left = image.send_queue();
@@ -297,10 +297,10 @@ impl Offloaded {
         self.adopt_send_queue(image, memory);
     }
 
-    /// Moves the bytes of the send queue that lie in buffers of the program's to send memory, before the connection
-    /// leaves the NIC or goes on in other memory. They fit: no more is queued than send memory has room for.
+    /// Moves bytes of the send queue that are in the program's own buffers to send memory, before the connection leaves
+    /// the NIC or continues in other memory. They fit, since no more bytes are queued than send memory has room for.
     pub fn gather_sends(&self) {
-        // One that begins in send memory may go on in a buffer that lies behind it.
+        // A pair that begins in send memory may extend into a buffer behind it.
         let inside = |pair: &Pair| u64::from(pair.address.wrapping_sub(self.send_base)) + u64::from(pair.length);
         let outside = self.queue.pairs().filter(|pair| inside(pair) > u64::from(self.send_size));
         let sends: Vec<Post> = outside.map(|Pair { address, length, seq }| Post { seq, length, address }).collect();
@@ -322,15 +322,15 @@ impl Offloaded {
         self.queue.add(address, length, seq)
     }
 
-    /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program
-    /// gives are differences modulo 2³²: one that moves backwards is a large one, and what does not fit into send
-    /// memory cannot go back to the kernel.
+    /// Whether send memory has room for `length` bytes beside those that the peer has not acknowledged. A program's
+    /// numbers are differences modulo 2³², so a step backwards is a large one. Bytes that do not fit into send memory
+    /// could not be restored to the kernel.
     pub fn has_room_to_send(&self, length: u32) -> bool {
         self.tcp.unacknowledged().checked_add(length).is_some_and(|all| all <= self.send_size)
     }
 
-    /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits
-    /// there, or sending is closed: then nothing is appended.
+    /// Appends the bytes to the send queue that the program has put into send memory so far. False, with nothing
+    /// appended, if the program claims more than fits there, or sending is closed.
     pub fn take_queued(&mut self) -> bool {
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
         let mut seq = self.tcp.snd_end();
@@ -352,7 +352,7 @@ impl Offloaded {
         true
     }
 
-    /// Removes from the send queue what is acknowledged.
+    /// Removes acknowledged bytes from the send queue.
     pub fn drop_acked_pairs(&mut self) {
         self.queue.drop_acked(self.tcp.snd_una());
     }
@@ -382,7 +382,7 @@ impl Offloaded {
     }
 
     /// `nic_post`: a buffer for the bytes that follow those of earlier buffers; if the NIC is `short` of memory they go
-    /// to receive memory. False if as many answers wait as may.
+    /// to receive memory. False if the limit of unsent answers is reached.
     pub fn post(&mut self, address: u32, length: u32, short: bool) -> bool {
         let waiting = usize::from(self.pending.answers);
         if waiting == layout::POSTS_UNANSWERED {
@@ -404,7 +404,7 @@ impl Offloaded {
         Table::new(self.nic_memory.clone(), self.slot)
     }
 
-    /// Whether nothing of it waits: for its program, for the wire, or for the agent; and no buffer is posted.
+    /// Whether it has nothing pending for its program, the wire or the agent, and no buffer is posted.
     pub fn is_idle(&self) -> bool {
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
         let taken_up = !self.fetches || queued == self.tcp.snd_end();

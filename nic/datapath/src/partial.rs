@@ -1,6 +1,6 @@
-//! Partial offload: what NIC and host's TCP have in common. The NIC *lends* a connection that leaves its fast path to
-//! the host's TCP, which goes on with it and gives it back when it is quiet. Both are workers over the same slots and
-//! the same session memory; only the state of the protocol changes hands, through memory that the two share.
+//! Partial offload: code that NIC and host's TCP share. The NIC *lends* a connection that leaves its fast path to the
+//! host's TCP, which runs it and gives it back when it is quiet. Both are workers over the same slots and the same
+//! session memory; only the state of the protocol changes hands, through memory that the two share.
 
 use crate::growth::largest_window;
 use crate::offloaded::{Memory, Offloaded, Tcp};
@@ -14,27 +14,28 @@ use core::sync::atomic::Ordering;
 /// Where the TCP of a connection runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Path {
-    /// All of it here.
+    /// All of it is in this worker.
     #[default]
     Whole,
-    /// The fast path here; the connection is lent when it leaves that.
+    /// Only the fast path is in this worker; the connection is lent when it leaves that.
     Fast,
-    /// As [`Path::Fast`], but it is not lent now: it is about to leave the NIC.
+    /// As [`Path::Fast`], but the connection is not lent, since it is about to leave the NIC.
     Pinned,
 }
 
 /// A connection that the host's TCP has.
 pub(crate) struct Lent {
-    /// As it was when it was lent, but for the events that wait for its program.
+    /// Its state at the time when it was lent, except the events that wait for its program.
     pub offloaded: Pooled<Offloaded>,
-    /// It was asked to come back: its frames are held, and so is what follows.
+    /// It was recalled: its frames are held, and so are commands and messages.
     pub recalled: bool,
     /// The agent's commands and the program's messages that wait until it is back.
     pub commands: Vec<Message>,
     pub messages: Vec<Message>,
 }
 
-/// What arrives ahead of a connection's state: ranges received behind a hole, and a FIN behind them.
+/// Parts of a connection's state that arrive as messages before the image: ranges received behind a hole, and a FIN
+/// behind them.
 #[derive(Default)]
 pub(crate) struct Arriving {
     ranges: Vec<(u32, u32)>,
@@ -42,7 +43,7 @@ pub(crate) struct Arriving {
 }
 
 impl Arriving {
-    /// Takes a message of what arrives. False if it is another one.
+    /// Takes such a message. False if it is another one.
     pub fn take(&mut self, message: &Message) -> bool {
         match Control::from_number(message.kind) {
             Some(Control::Range) => self.ranges.push((message.address, message.length)),
@@ -105,8 +106,8 @@ impl State {
 }
 
 impl Offloaded {
-    /// Writes the state for its next owner to the slot's place in `shared`, after messages (sent with `send`) of what
-    /// does not fit there. False, and nothing is sent, if the connection has ended.
+    /// Writes the state for the next owner to the slot's place in `shared`, after sending the parts that do not fit
+    /// there as messages with `send`. False, with nothing sent, if the connection has ended.
     pub fn pass_on(&self, shared: &Region, now: Instant, mut send: impl FnMut(Control, u32, u32)) -> bool {
         // A reset may have ended it just now.
         let image = Some(&self.tcp).filter(|tcp| tcp.state() != TcpState::Closed).and_then(|tcp| tcp.to_image(&self.image, now));
@@ -142,7 +143,8 @@ impl Offloaded {
         true
     }
 
-    /// Goes on from the state that the last owner has passed on. The program's posted buffers stay: there are none.
+    /// Continues with the state that the last owner has passed on. (A connection of partial offload has no posted
+    /// buffers.)
     pub fn go_on(&mut self, state: &State, arrived: Arriving, now: Instant) {
         self.tcp = Tcp::new(state.connection(arrived, now));
         self.image = state.image;

@@ -1,4 +1,4 @@
-//! The workers of one NIC, as one of them sees the others: rings with one producer and one consumer between any two,
+//! One worker's connections to the others of its NIC: rings with one producer and one consumer between any two workers,
 //! the owner of each bucket, and the cross-worker calls. No locks.
 
 use crate::captures::CaptureSettings;
@@ -74,12 +74,12 @@ pub(crate) enum Call {
     Start,
     /// Change the offloads.
     Offloads(Box<crate::worker::WorkerOffloads>),
-    /// Somebody looks at the frames that pass, or no longer does.
+    /// Begin or end a capture.
     Capture(CaptureSettings, Arc<Region>),
     EndCapture(u32),
     /// Change the hash key. Every bucket is the front worker's at this moment.
     HashKey(Box<Key>),
-    /// A bucket is about to move: send nothing of it to the old owner from now on.
+    /// A bucket is about to move: send no more of its frames and calls to the old owner.
     Pause(Move),
     /// To the old owner: this worker will send nothing more of the bucket.
     Paused(Move),
@@ -111,7 +111,7 @@ pub(crate) enum BucketOwner {
     Mine,
     /// Another worker.
     Other(usize),
-    /// The bucket is moving; what is for it is held here.
+    /// The bucket is moving; its calls are held here.
     Moving,
 }
 
@@ -156,7 +156,7 @@ struct Shared {
 struct Outbox {
     ring: Producer<Call>,
     overflow: VecDeque<Call>,
-    /// A call was sent since the worker's doorbell was last checked.
+    /// A call was sent since the last check of the worker's doorbell.
     unsignalled: bool,
 }
 
@@ -242,8 +242,8 @@ impl Peers {
         self.outboxes.len()
     }
 
-    /// The worker that handles the packets and rings of session `id`, if it is one for messages. It does not change: a
-    /// session has one data half, whatever peers it has.
+    /// The worker that handles the packets and rings of session `id`, if it is one for messages. That worker never
+    /// changes, since a session has one data half for all of its peers.
     pub(crate) fn owner_of_messages(&self, id: u32) -> usize {
         owner_of_messages(id, self.workers())
     }
@@ -316,8 +316,8 @@ impl Peers {
         if call.is_frame() && held.len() >= MAX_HELD_FRAMES {
             return false;
         }
-        // A connection that has just been made comes before its frames, of which some may have been held already: the
-        // segment that it was made by reached the front worker by another one.
+        // A new connection is put before its frames, of which some may be held already: the segment that completed its
+        // handshake came to the front worker through another worker.
         let at = if matches!(call, Call::Made(..)) { 0 } else { held.len() };
         held.insert(at, call);
         true
@@ -339,7 +339,7 @@ impl Peers {
         self.shared.connections[self.me].store(count, Ordering::Release);
     }
 
-    /// What the slots hold, which all workers share: `own`, if this is the first that joins.
+    /// The shared counts of what the slots use: `own`, if this worker is the first that joins.
     pub(crate) fn share_charges(&self, own: &Arc<Charges>) -> Arc<Charges> {
         self.shared.charges.get_or_init(|| own.clone()).clone()
     }

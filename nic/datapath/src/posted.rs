@@ -19,10 +19,10 @@ pub(crate) struct Receive {
 /// Buffers that the program has posted.
 #[derive(Debug)]
 struct Posted {
-    /// Those of which bytes are expected, in order: the first `count` are valid.
+    /// Buffers that are not full, in order: the first `count` entries are valid.
     posts: [Post; layout::POSTS],
     count: usize,
-    /// Sequence number behind the last byte of all posted buffers, until the program has read up to there.
+    /// Sequence number behind the last byte of all posted buffers; None when the program has read up to there.
     to: Option<u32>,
     session: Arc<Region>,
     table: Table,
@@ -48,7 +48,7 @@ impl Receive {
         self.circle.offset_of(seq)
     }
 
-    /// Begins to load the place of the bytes from sequence number `seq` on into the cache.
+    /// Prefetches the place of the bytes from sequence number `seq` on.
     #[inline(always)]
     pub fn prefetch(&self, seq: u32) {
         self.circle.prefetch(seq);
@@ -63,7 +63,7 @@ impl Receive {
         }
     }
 
-    /// [`Receive::write`] with fewer instructions, where that [`Receive::is_plain`].
+    /// [`Receive::write`] with fewer instructions, if [`Receive::is_plain`].
     #[inline(always)]
     pub fn write_plain(&self, seq: u32, bytes: &[u8]) {
         debug_assert!(self.is_plain());
@@ -116,7 +116,8 @@ impl Receive {
         self.posted.get_or_insert_with(nothing).post(buffer, read, free, most.min(layout::POSTS))
     }
 
-    /// Drops the buffers whose bytes the program has read, up to sequence number `read`: they are the program's again.
+    /// Drops the buffers whose bytes the program has read, up to sequence number `read`: the program may use them
+    /// again.
     #[inline(always)]
     pub fn forget_before(&mut self, read: u32) {
         if let Some(posted) = &mut self.posted {
@@ -179,7 +180,7 @@ impl Table {
     /// Writes the buffers that are posted.
     #[cold]
     fn store(&self, posts: &[Post]) {
-        // Without buffers the table is not touched: its page may be the system's.
+        // Without buffers the table is not touched, since its page may have been given back to the system.
         let posted = self.nic_memory.word32(nic::slot(self.slot) + slot::POSTED);
         if posts.is_empty() && posted.load(Ordering::Relaxed) == 0 {
             return;
@@ -189,8 +190,8 @@ impl Table {
         for (at, entry) in words.chunks_exact(2).enumerate() {
             let Post { seq, length, address } = posts.get(at).copied().unwrap_or_default();
             let (place, length) = (u64::from(seq) | u64::from(address) << 32, u64::from(length));
-            // An entry that does not change stays valid throughout; one that moves towards the front is written there
-            // before its old entry is cleared.
+            // An entry that does not change stays valid throughout; a buffer that moves towards the front is written
+            // there before its old entry is cleared.
             if (entry[0].load(Ordering::Relaxed), entry[1].load(Ordering::Relaxed)) != (place, length) {
                 // While it is being written an entry has length 0, which means that there is none.
                 entry[1].store(0, Ordering::Release);

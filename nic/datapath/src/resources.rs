@@ -1,19 +1,19 @@
-//! What the NIC has room for, and how it announces that: see [`baton_abi::resource`].
+//! The NIC's limits, and how it announces its free room to the host: see [`baton_abi::resource`].
 //!
-//! A limit that is lowered below what is in use ends nothing here: the NIC announces no room, and the host takes back
-//! what is too much.
+//! If a limit is lowered below what is in use, the NIC ends no connection: it announces no room, and the host takes
+//! back the excess.
 
 use baton_abi::resource::{EXEMPT, MOST, PAIRS, RESOURCES, is_within};
 use baton_abi::{Announcement, Resource};
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 
-/// Announcements that a command may name: more than the agent can have left unread in its ring.
+/// Number of past announcements that a command may name: more than the agent can have left unread in its ring.
 const KEPT: usize = 2 * baton_abi::layout::RING_MESSAGES;
 
 /// Length of the periods over which the processor's load is measured, microseconds.
 const PERIOD: u64 = 100_000;
-/// How often all is announced though nothing has changed, as long as there are limits, microseconds.
+/// Microseconds after which everything is announced again although nothing has changed, while there are limits.
 const REPEAT: u64 = 1_000_000;
 /// Percent by which the load has to fall below its limit before there is room again.
 const HYSTERESIS: u64 = 10;
@@ -27,18 +27,19 @@ pub struct Limits {
     pub pages: u32,
     /// (address, length) pairs of their send queues.
     pub pairs: u32,
-    /// Percent of its workers' time: while they are busy for more, no connection more is taken. 100 for no limit.
+    /// Percent of its workers' time: while they are busier than that, no further connection is accepted. 100 for no
+    /// limit.
     pub processor: u32,
 }
 
 impl Default for Limits {
-    /// None but the number of slots.
+    /// No limit except the number of slots.
     fn default() -> Self {
         Limits { connections: u32::MAX, pages: u32::MAX, pairs: u32::MAX, processor: 100 }
     }
 }
 
-/// What each slot holds of the NIC's resources. All workers share it.
+/// The NIC's resources that each slot uses. All workers share this.
 pub(crate) struct Charges {
     /// 0 for a free slot, else its pages plus one.
     slots: Vec<AtomicU32>,
@@ -84,15 +85,15 @@ impl Charges {
     }
 }
 
-/// The limits of a NIC, what it has announced, and what the host has taken. The front worker's alone.
+/// The limits of a NIC, its announcements, and what the host has taken. Only the front worker has this.
 pub(crate) struct Resources {
     pub charges: Arc<Charges>,
     limits: Limits,
     /// The processor is busier than its limit allows.
     too_busy: bool,
-    /// Begin of the period of its load, and microseconds for which workers had been busy by then.
+    /// Beginning of the period in which the load is measured, and microseconds for which workers had been busy by then.
     measured: (u64, u64),
-    /// When all was announced last though nothing had changed.
+    /// When everything was last announced although nothing had changed.
     repeated: u64,
     taken: [u32; RESOURCES],
     /// The edges last announced, and the number of that announcement.
@@ -122,7 +123,7 @@ impl Resources {
         self.too_busy &= limits.processor < 100;
     }
 
-    /// What there is room for beyond what is in use.
+    /// The free amount of a resource.
     pub fn free(&self, resource: Resource) -> u32 {
         let slots = self.charges.slots.len() as u32;
         let limit = match resource {
@@ -134,13 +135,13 @@ impl Resources {
         limit.saturating_sub(self.charges.used(resource)).min(MOST)
     }
 
-    /// Whether there is room for another connection, but for its memory.
+    /// Whether there is room for another connection, its memory not counted.
     pub fn has_connection(&self) -> bool {
         self.free(Resource::Connections) > 0 && self.free(Resource::Pairs) >= PAIRS
     }
 
-    /// Takes `amount` of a resource for a command that names announcement `named`, with connections their pairs.
-    /// Returns whether that allowed it.
+    /// Takes `amount` of a resource for a command that names announcement `named`; for connections also their pairs.
+    /// Returns whether that announcement allows it.
     pub fn take(&mut self, resource: Resource, amount: u32, named: u16) -> bool {
         let beside = resource != Resource::Connections || self.take_one(Resource::Pairs, amount.wrapping_mul(PAIRS), named);
         self.take_one(resource, amount, named) && beside
@@ -182,8 +183,8 @@ impl Resources {
         announcement
     }
 
-    /// When the load has to be measured although nothing happens, since there is no room because of it; `u64::MAX` for
-    /// never.
+    /// When the load has to be measured even if nothing happens, since there is no room because of the load; `u64::MAX`
+    /// for never.
     pub fn reopens_at(&self) -> u64 {
         if self.too_busy { self.measured.0 + PERIOD } else { u64::MAX }
     }
@@ -204,8 +205,8 @@ impl Resources {
         repeats
     }
 
-    /// Notes for how many microseconds `workers` workers have been busy by `now`. Returns whether they have become too
-    /// busy just now.
+    /// Records for how many microseconds `workers` workers have been busy by `now`. Returns whether they have just
+    /// become too busy.
     pub fn measure(&mut self, now: u64, busy: u64, workers: u64) -> bool {
         let (begin, before) = self.measured;
         if now < begin + PERIOD {

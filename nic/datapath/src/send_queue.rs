@@ -4,7 +4,7 @@ use baton_abi::layout;
 use baton_device::Payload;
 use baton_shm::Region;
 
-/// A send queue, by whatever means it keeps its bytes. Its own is [`References`]; others are for comparison with it.
+/// A send queue. The NIC uses [`References`]; other implementations are for comparison.
 pub trait SendQueue {
     /// Appends the `length` bytes at `address` in the session's memory, the first of which has sequence number `seq`.
     /// False without room.
@@ -26,8 +26,8 @@ pub(crate) struct Pair {
     pub seq: u32,
 }
 
-/// The NIC's own: references to the program's memory, where the bytes stay until they are acknowledged. A ring; the
-/// indices count without wrapping at its size.
+/// The NIC's send queue: references to the program's memory, where the bytes stay until they are acknowledged. A ring;
+/// the indices count without wrapping at its size.
 #[derive(Clone, Debug, Default)]
 pub struct References {
     pairs: [Pair; layout::PAIRS],
@@ -81,7 +81,7 @@ impl References {
     }
 
     /// Copies `out.len()` bytes from sequence number `seq` on: the NIC's DMA. False if the queue does not have them,
-    /// which no program can bring about but by corrupting its own connection.
+    /// which happens only if a program corrupts its own connection.
     #[inline(always)]
     pub(crate) fn fetch(&mut self, memory: &Region, seq: u32, out: &mut [u8]) -> bool {
         // Segments that follow each other nearly always lie in the same pair.

@@ -67,7 +67,7 @@ impl<W: Device> Output<W> {
         self.wire.transmit(&mut self.frame, counters);
     }
 
-    /// Sends what the wire has gathered.
+    /// Sends the held acknowledgement and all frames that the wire has gathered.
     #[inline]
     pub fn flush(&mut self, counters: &Counters) {
         self.send_held(counters);
@@ -77,8 +77,7 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing
-    /// its checksum.
+    /// Sends a frame of the kernel's, after the offloads that the wire's device does not do: segmentation, checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
         self.send_held(counters);
         if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
@@ -134,8 +133,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no
-    /// program yet, and no record.
+    /// Sends the SYN, SYN-ACK or RST of a connection whose handshake is in progress. It has no program yet, and no
+    /// record.
     pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
         self.send_held(counters);
         while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
@@ -187,8 +186,8 @@ impl<W: Device> Output<W> {
         self.capabilities.checksum && !self.wire.is_gated()
     }
 
-    /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may
-    /// take its place.
+    /// Sends the held acknowledgement, unless it belongs to the connection in slot `index`, whose next one may replace
+    /// it.
     #[inline(always)]
     pub fn make_free_for(&mut self, index: u32, counters: &Counters) {
         if self.held != NO_SLOT && self.held != index {
@@ -244,8 +243,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Builds the segments of a run for a device that does not cut, and sends them. As a device that cuts does, it
-    /// leaves CWR to the first one, and PSH and FIN to the last.
+    /// Builds the segments of a run for a device that does not cut, and sends them. As a segmenting device does, it
+    /// sets CWR only in the first segment, and PSH and FIN only in the last.
     #[inline(never)]
     fn emit_run(&mut self, offloaded: &mut Offloaded, mut header: Header<'_>, transmit: &Transmit, counters: &Counters) {
         const AT_END: u8 = Flags::PSH.0 | Flags::FIN.0;
@@ -376,7 +375,7 @@ impl Offloaded {
         const ECONNREFUSED: u32 = 111;
         match self.tcp.end_reason() {
             None => 0,
-            // In CLOSE-WAIT, as in Linux (tcp_reset): a program that goes on writing learns what it would of a pipe.
+            // In CLOSE-WAIT, as in Linux (tcp_reset): a program that continues to write gets the error of a pipe.
             Some(EndReason::Reset) if self.tcp.fin_received() && !self.tcp.fin_queued() => EPIPE,
             Some(EndReason::Reset) => ECONNRESET,
             Some(EndReason::Aborted) => ECONNABORTED,

@@ -54,14 +54,14 @@ use to_kernel::ToKernel;
 /// The settings of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerSettings {
-    /// Number of this NIC among its agent's, less than [`nic::MAX_NICS`].
+    /// Number of this NIC among the agent's NICs, less than [`nic::MAX_NICS`].
     pub nic: usize,
     /// Largest number of offloaded connections; NIC memory must have as many slots.
     pub slots: usize,
     /// Key of the lookup table's hash; it must be random.
     pub hash_key: [u64; 4],
-    /// Connections from which on frames are received ahead, so that their connections' state is loaded together: as
-    /// many as fill the caches of a processor's core.
+    /// Number of connections from which on frames are received ahead, so that their connections' state is prefetched
+    /// together: as many as fill the caches of a core.
     pub many: u64,
     /// Number of frames taken from one device before the next source gets its turn; at least 1.
     pub batch: usize,
@@ -88,7 +88,7 @@ pub struct WorkerSettings {
     /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed
     /// on.
     pub beside: bool,
-    /// What the NIC has room for, beside its slots.
+    /// Limits of the NIC, beside its slots.
     pub limits: Limits,
 }
 
@@ -165,16 +165,16 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
-    /// What waited on the wire when this round's commands came has been received.
+    /// The frames that waited on the wire when this round's commands came have been received.
     is_drained: bool,
     /// Number of frames that may come from the wire before it is the other sources' turn; at least 1 between two
     /// rounds.
     turn: usize,
     /// Whether what runs for every frame runs in its wide form.
     wide: Option<Wide>,
-    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which
-    /// the agent's ring had no room, or frames are not received yet, or the wire's device computes no checksums. Set
-    /// with each of them, so that a round without them asks once.
+    /// Whether any of the less usual things needs a check in each round: many connections, a gate, a host's TCP,
+    /// sessions for messages, UDP sockets, events for which the agent's ring had no room, frames not received yet, or a
+    /// wire whose device computes no checksums. So a usual round has one check for all of them.
     has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
     processor: u32,
@@ -233,9 +233,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Begins to receive frames. Until then only commands are served: after a NIC's death the agent first steals the
-    /// flows of the connections that it is about to restore, so that none of their frames reaches a kernel that does
-    /// not know them. The commands that it has sent before are run before the first frame.
+    /// Begins to receive frames. Until then only commands are run: after a NIC's death the agent first steals the flows
+    /// of the connections that it is about to restore, so that none of their frames reaches a kernel that has no state
+    /// for them. Commands that were sent before this call run before the first frame.
     pub fn start(&mut self, now: Instant) {
         if room::serves_agent(self) {
             self.poll_commands(now);
@@ -271,17 +271,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.due = now.0;
     }
 
-    /// Announces what there is room for, the first time that this is called, then every second while there are limits,
-    /// and as far as it depends on how busy the workers are. To be called for the front worker once all have joined,
-    /// then in each round. `busy` is the time, in nanoseconds, for which this worker has been busy so far; the others'
-    /// counters say theirs.
+    /// Announces the NIC's free room: at the first call, then every second while there are limits, and when the load of
+    /// the workers changes it. To be called for the front worker once all have joined, then in each round. `busy` is
+    /// the time, in nanoseconds, for which this worker has been busy so far; the others' counters say theirs.
     #[inline]
     pub fn review(&mut self, now: Instant, busy: u64) {
         room::review(self, now, busy);
     }
 
-    /// Changes what frames have to pass between this worker and the wire, beginning with the next one. The settings of
-    /// other workers do not change.
+    /// Changes the gate between this worker and the wire, from the next frame on. The other workers' gates do not
+    /// change.
     pub fn set_gate(&mut self, gate: Gate) {
         self.output.wire.set(gate);
         self.has_extras = true;
@@ -329,7 +328,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// there was any.
     ///
     /// It is the wire's turn until no frame waits there, or a batch of them has come since the other sources had
-    /// theirs. So while frames come they cost no look at the others, which wait for a batch of them at most.
+    /// theirs. So frames that arrive back to back cost no checks of the other sources, which wait for one batch of
+    /// frames at most.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         if self.has_extras || !self.to_kernel.device.is_ready() {
@@ -341,7 +341,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// [`Worker::poll`] for a worker that has nothing but what most have.
+    /// [`Worker::poll`] for a worker without extras ([`Worker::has_extras`]).
     #[inline(always)]
     fn poll_usual(&mut self, now: Instant) -> bool {
         let received = self.poll_usual_wire(now);
@@ -381,7 +381,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.go_on(received, now)
     }
 
-    /// Goes on with the round behind the frames from the wire, if any were `received`.
+    /// Continues the round after the frames from the wire.
     #[inline(always)]
     fn go_on(&mut self, received: bool, now: Instant) -> bool {
         if received && self.turn > 0 && !self.has_extras {
@@ -395,8 +395,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     fn poll_others(&mut self, now: Instant) -> bool {
         let mut worked = self.started && self.poll_host(now);
-        // Before the programs: what the agent has forbidden a connection counts for all that its program sends
-        // afterwards.
+        // Before the programs' commands, so that a restriction by the agent applies to all that a program sends after
+        // it.
         if self.agent.commands.has_message() {
             worked |= self.poll_commands(now);
         }
@@ -425,7 +425,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Begins a round of a worker that has what most have not.
+    /// Begins a round of a worker with extras ([`Worker::has_extras`]).
     #[cold]
     fn begin_extras(&mut self, now: Instant) {
         if self.output.wire.is_gated() {
@@ -436,7 +436,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Polls what most workers do not have. Returns whether there was any work.
+    /// Polls the extras ([`Worker::has_extras`]). Returns whether there was any work.
     #[cold]
     fn poll_extras(&mut self, now: Instant) -> bool {
         let mut worked = false;
@@ -459,7 +459,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Does everything that is due. Returns whether a connection was.
+    /// Runs all timers that are due. Returns whether a connection's was among them.
     #[cold]
     #[inline(never)]
     fn poll_timers(&mut self, now: Instant) -> bool {
@@ -561,8 +561,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// Lets somebody look at the frames that pass between a NIC's workers and the wire, in rings in `memory`. False if too
-/// many do, or the memory has no ring for this worker.
+/// Begins a capture of the frames that pass between a NIC's workers and the wire, into rings in `memory`. False if
+/// there are too many captures, or the memory has no ring for this worker.
 pub fn capture<H: Device, W: Device>(worker: &mut Worker<H, W>, settings: CaptureSettings, memory: &Arc<Region>) -> bool {
     worker.broadcast(|| Call::Capture(settings, memory.clone()));
     let me = worker.crossbar.as_ref().map_or(0, |crossbar| crossbar.peers.me());
@@ -573,7 +573,7 @@ pub fn capture<H: Device, W: Device>(worker: &mut Worker<H, W>, settings: Captur
     begun
 }
 
-/// Ends what [`capture`] has begun under this number.
+/// Ends the capture with this number.
 pub fn end_capture<H: Device, W: Device>(worker: &mut Worker<H, W>, id: u32) {
     worker.broadcast(|| Call::EndCapture(id));
     let wire = &mut worker.output.wire;

@@ -12,7 +12,7 @@ pub(super) struct Entry {
     pub number: u32,
     pub slot: u16,
     rule: Rule,
-    /// It has not been committed: its slot holds another rule's counters.
+    /// The rule is not committed yet: its slot still holds another rule's counters.
     new: bool,
 }
 
@@ -43,7 +43,7 @@ impl Book {
         &self.entries
     }
 
-    /// A number for another set of rules.
+    /// The number of the next set of rules.
     pub fn next_generation(&mut self) -> u32 {
         self.generation += 1;
         self.generation
@@ -59,21 +59,21 @@ impl Book {
         Ok((entry.number, planned))
     }
 
-    /// The rules without that with a number.
+    /// The rules without the one with this number.
     pub fn without(&self, number: u32) -> Result<Vec<Entry>> {
         let mut planned = self.entries.clone();
         planned.remove(self.position(number)?);
         Ok(planned)
     }
 
-    /// Other rules in place of all.
+    /// New rules in place of all.
     pub fn replaced(&mut self, texts: Vec<String>) -> Result<Vec<Entry>> {
         let planned = self.entries_of(texts)?;
         self.check(&planned)?;
         Ok(planned)
     }
 
-    /// Makes planned rules those that are in force.
+    /// Records that the planned rules are in force.
     pub fn commit(&mut self, mut planned: Vec<Entry>) {
         planned.iter_mut().for_each(|entry| entry.new = false);
         self.entries = planned;

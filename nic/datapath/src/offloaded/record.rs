@@ -83,8 +83,8 @@ impl Offloaded {
         self.ranges_table.into()
     }
 
-    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is
-    /// valid is not written.
+    /// Continues the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: the valid
+    /// copy and table are not overwritten.
     pub fn continue_record(&mut self, ranges_table: u32) {
         self.next = published(&*self.record) + record::STEP;
         self.ranges_table = ranges_table as u8 & 1;

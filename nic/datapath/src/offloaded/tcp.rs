@@ -1,11 +1,11 @@
-//! The TCP of an offloaded connection, whose prediction ends with all that is done to it otherwise.
+//! The TCP of an offloaded connection. Any other change of it ends its prediction of the next segment.
 
 use baton_tcp::{Connection, Instant};
 use baton_wire::{Acknowledgement, Fields};
 use core::ops::{Deref, DerefMut};
 
-/// A connection. To reach it to change it disables its prediction ([`Connection::enable_prediction`]), so that a
-/// predicted segment finds it as it was when its record was published last.
+/// A connection. Mutable access disables the prediction ([`Connection::enable_prediction`]), so that a predicted
+/// segment finds the state that was published last in the record.
 #[derive(Debug)]
 pub(crate) struct Tcp(Connection);
 

@@ -20,9 +20,9 @@ pub(super) struct AckBuffers {
     base: usize,
 }
 
-/// The buffers that a worker begins with. Those in which an earlier NIC has left data go to worker 0, as every bucket
-/// does at first: with its bucket a connection moves to its worker. To be called for all workers before any of them
-/// runs.
+/// The buffers that a worker begins with. Buffers in which an earlier NIC has left data go to worker 0, which owns
+/// every bucket at first; their connections later move to other workers with their buckets. To be called for all
+/// workers before any of them runs.
 fn share(buffers: &AckBuffers, worker: usize, workers: usize) -> Vec<usize> {
     let of = |worker: usize| worker * nic::ACKNOWLEDGED / workers;
     let own = of(worker)..of(worker + 1);
@@ -92,7 +92,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Acknowledges the frame from the wire for the kernel, if it can.
+    /// Acknowledges the frame from the wire in the kernel's name, if it can.
     pub(super) fn acknowledge_for_kernel(&mut self, now: Instant) {
         let Some(active) = &mut self.to_kernel.active_ack else { return };
         let (output, counters) = (&mut self.output, &self.counters);
@@ -111,7 +111,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.wake_at(due);
     }
 
-    /// Sends the acknowledgements that are due, and delivers data again that the kernel has not acknowledged.
+    /// Sends the acknowledgements that are due, and delivers data that the kernel has not acknowledged again.
     pub(super) fn expire_acknowledgements(&mut self, now: Instant) {
         let Some(active) = &mut self.to_kernel.active_ack else { return };
         let (host, output, counters) = (&mut self.to_kernel.device, &mut self.output, &self.counters);

@@ -1,5 +1,5 @@
 //! Frames about the NIC's own addresses: ARP and neighbour discovery from the wire, probes and announcements to it. The
-//! front worker has the addresses; other workers pass it what they receive.
+//! front worker has the addresses; other workers pass such frames on to it.
 
 use super::Worker;
 use crate::addresses::{AddressSettings, Addresses, publish};
@@ -21,7 +21,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.report_addresses();
     }
 
-    /// In another worker than the front one: whether there are addresses.
+    /// In a worker other than the front worker: records whether there are addresses.
     pub(super) fn note_addresses(&mut self, any: bool) {
         self.addresses = if any { Addresses::Elsewhere } else { Addresses::None };
     }
@@ -47,8 +47,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// In another worker than the front one: passes the frame to that if it may be about an address. False if it is
-    /// none.
+    /// In a worker other than the front worker: passes the frame on if it may be about an address. False if it cannot
+    /// be.
     fn forward_resolution(&mut self) -> bool {
         let bytes = self.frame.bytes();
         if Arp::parse(bytes).is_none() && Neighbour::parse(bytes, true).is_none() {

@@ -10,8 +10,8 @@ use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use std::sync::Arc;
 
-/// Least microseconds between two doorbells of the agent, where doorbells are moderated. While a move waits for an
-/// answer the agent polls its ring for longer than that.
+/// Least microseconds between two doorbells of the agent, if doorbells are moderated. An agent that waits for a move's
+/// answer polls its ring for longer than that.
 const APART: u64 = 20;
 
 /// The agent's rings, which only the front worker uses.
@@ -22,7 +22,8 @@ pub(super) struct AgentLink {
     pub backlog: Backlog,
     /// Messages were sent for which the agent's doorbell has not been rung.
     unsignalled: bool,
-    /// When it may be rung next, in microseconds, and whether it was too early for these messages.
+    /// When the doorbell may be rung next, in microseconds, and whether ringing for unsignalled messages was put off
+    /// until then.
     next_ring: u64,
     put_off: bool,
 }
@@ -34,7 +35,7 @@ impl AgentLink {
         AgentLink::of(commands, events)
     }
 
-    /// The host's TCP has the NIC in the agent's place.
+    /// The link of the host's TCP, whose commands come from the NIC instead of the agent.
     pub fn of_host_tcp(shared: &Arc<Region>) -> AgentLink {
         let commands = Consumer::new(shared.ring(host_tcp::COMMANDS));
         let events = Producer::new(shared.ring(host_tcp::EVENTS));
@@ -45,7 +46,7 @@ impl AgentLink {
         AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false, next_ring: 0, put_off: false }
     }
 
-    /// Sends a message, behind those that found the ring full.
+    /// Sends a message, behind earlier ones for which the ring had no room.
     pub fn send(&mut self, message: Message) {
         let full = !self.backlog.is_empty() || self.events.push(message.to_words()).is_err();
         if full && !cfg!(feature = "sabotage-lose-message") {
@@ -67,7 +68,7 @@ impl AgentLink {
         rings
     }
 
-    /// When the agent's doorbell has to be rung that was put off, in microseconds; None if none was.
+    /// When to ring an agent's doorbell that was put off, in microseconds; None if none was.
     pub fn ring_due(&self) -> Option<u64> {
         self.put_off.then_some(self.next_ring)
     }

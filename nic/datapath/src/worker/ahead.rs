@@ -1,6 +1,6 @@
-//! Frames received ahead, by a worker with many connections. Their state is not in the processor's caches, and each
-//! access waits for memory. So what several frames need is loaded at the same time, step by step, before the first of
-//! them is processed.
+//! Frames received ahead, by a worker with many connections. The connections' state is not in the processor's caches,
+//! so each access waits for memory. So the memory that several frames need is prefetched together, step by step, before
+//! the first of them is processed.
 
 use super::Worker;
 use super::connections::Connections;
@@ -12,14 +12,14 @@ use baton_tables::{NO_SLOT, Search};
 use baton_tcp::Instant;
 use baton_wire::Usual;
 
-/// Most frames that are received ahead: what they need keeps as many accesses to memory under way as a core can.
+/// Most frames that are received ahead: their prefetches are as many memory accesses as a core can have outstanding.
 const AHEAD: usize = 16;
 
-/// A frame that was received ahead, and where its connection seems to be.
+/// A frame that was received ahead, and the slot in which its connection seems to be.
 struct Early {
     frame: Frame,
-    /// What [`Connections::lookup`] has for its 4-tuple: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames
-    /// before it may change all that.
+    /// The result of [`Connections::lookup`] for its 4-tuple; [`NO_SLOT`] unless it is a usual frame. Only a hint,
+    /// since the frames before it may change the table.
     search: Search,
     slot: u32,
 }
@@ -29,8 +29,8 @@ struct Early {
 pub(super) struct Ahead(Vec<Early>);
 
 impl Ahead {
-    /// Takes part of a batch of at most `most` frames from a device. Returns how many there are, and what ended it: the
-    /// next one that is large is shown in the frame behind them.
+    /// Takes part of a batch of at most `most` frames from a device. Returns how many there are, and how it ended: if
+    /// the next frame is a large one, the frame behind them shows its headers.
     #[inline(always)]
     fn receive(&mut self, device: &mut impl Device, most: usize, frame_bytes: usize) -> (usize, Arrival) {
         while self.0.len() < AHEAD {
@@ -45,7 +45,7 @@ impl Ahead {
         (most.min(AHEAD), Arrival::Frame)
     }
 
-    /// Loads what the first `count` frames need. Each step has asked for what the next one looks at.
+    /// Prefetches the memory that the first `count` frames need. Each step prefetches what the next step reads.
     #[inline(always)]
     fn load(&mut self, count: usize, connections: &Connections) {
         let batch = &mut self.0[..count];

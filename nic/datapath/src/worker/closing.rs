@@ -1,7 +1,7 @@
-//! Closing a connection on the NIC, whose program has closed it.
+//! Closes a connection on the NIC after its program has closed it.
 //!
 //! Until the peer has acknowledged the FIN the connection keeps slot, memory and recovery record, so that the kernel
-//! can close it should the NIC die. What follows needs only the table of [`Closed`](crate::closed::Closed).
+//! can close it if the NIC dies. After that it needs only an entry in the table of [`Closed`](crate::closed::Closed).
 
 use super::Worker;
 use super::opening::ANY_DEVICE;
@@ -42,8 +42,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Resets a connection that its socket does not have any more. Its program is sent the end of it, as if it had
-    /// aborted it.
+    /// Resets a connection whose socket has lost it. Its program gets the event of the end, as if it had aborted the
+    /// connection.
     pub(super) fn abort(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         self.occupant(cid)?;
         let Some(slot) = self.connections.slots[cid.slot() as usize].as_mut() else { return Err(Refusal::NotYours) };
@@ -60,8 +60,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Processes a segment of a connection that its program has closed. Data that nobody will read resets the peer, as
-    /// in Linux.
+    /// Processes a segment of a connection that its program has closed. Data resets the peer, as in Linux, since it can
+    /// no longer be read.
     pub(super) fn on_segment_of_closing(&mut self, index: u32, segment: &Segment, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
@@ -75,7 +75,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.follow_up(index, events);
     }
 
-    /// Notifies the agent when a connection that its program has closed needs slot and memory no more.
+    /// Notifies the agent when a connection that its program has closed no longer needs slot and memory.
     #[cold]
     pub(super) fn follow_closing(&mut self, index: u32, events: Events) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
@@ -126,7 +126,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// When this end may open a connection of the 4-tuple; None if it may not. One that waits in TIME-WAIT gives way.
+    /// When this end may open a connection with the 4-tuple; None if it may not. A connection in TIME-WAIT is forgotten
+    /// for it.
     pub(super) fn reopen(&mut self, key: &FlowKey) -> Option<Instant> {
         let Some(index) = self.closed.overlapping(key) else { return Some(Instant(0)) };
         let at = self.closed.get_mut(index)?.tcp.reopens_at()?;

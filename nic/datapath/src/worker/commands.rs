@@ -17,16 +17,16 @@ use baton_tcp::{Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 use core::sync::atomic::Ordering;
 
-/// Most batches of frames that are received before connections are given up, where the device cannot say how many wait.
+/// Most batches of frames that are received before connections are given up, if the device cannot say how many wait.
 const MAX_DRAIN_BATCHES: usize = 256;
 
-/// Frames that a round's commands may cause to be sent or received. The commands that follow are run in the next round.
+/// Most frames that a round's commands may send or receive. The remaining commands run in the next round.
 const MOST_FRAMES: u64 = 1024;
 
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
 const MIN_MTU: u32 = 68;
 
-/// The counter of such a message of the agent's.
+/// The counter of the agent's commands with this operation.
 fn of_agent(operation: Operation) -> Counter {
     match operation {
         Operation::NicHandoff => Counter::AgentHandoff,
@@ -45,7 +45,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.is_drained = false;
         let (mut begun, mut was_drained) = (self.frames(), false);
         for _ in 0..self.agent.commands.waiting().min(RING_MESSAGES as u64) {
-            // What waited on the wire does not count: it is received once, for all.
+            // Frames that waited on the wire do not count: they are received once, for all commands.
             if std::mem::replace(&mut was_drained, self.is_drained) != self.is_drained {
                 begun = self.frames();
             }
@@ -154,7 +154,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.end_active_ack(&key) {
             return Err(Refusal::NotYet);
         }
-        // From now on its frames go to the kernel without aggregation, so the aggregated ones must go first.
+        // From now on its frames go to the kernel without aggregation, so its open aggregate must go first.
         self.to_kernel.flush_connection(&key, &self.counters, now.0);
         self.connections.slots[index as usize] = Some(Slot::new(key, cid, Custody::Mirrored));
         self.connections.lookup.insert(&key, index);
@@ -287,14 +287,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             _ => return Err(Refusal::WrongState),
         };
         let index = cid.slot();
-        // What the program has queued must not lend it now.
+        // The commands that the program has queued must not lend the connection now.
         self.set_path(index, Path::Fast, Path::Pinned);
         self.drain_session(session, now);
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
         let Custody::Active(mut offloaded) = custody else { return Err(Refusal::WrongState) };
         if offloaded.fetches {
-            // The program is out of the connection, and what it has queued goes with it.
+            // The program is kept out of the connection, and its queued bytes move with the connection.
             offloaded.take_queued();
         }
         let image = offloaded.tcp.to_image(&offloaded.image, now);
@@ -349,7 +349,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(mut slot) = room::free_slot(self, cid) else { return Err(Refusal::NotYours) };
         let flow = slot.flow();
         match slot.custody {
-            // The recovery record remains until the agent has noted that the connection has ended: it may die before.
+            // The recovery record remains until the agent has recorded the connection's end, since the agent may die
+            // before.
             Custody::Active(offloaded) => self.keep_closed(offloaded, flow, now),
             Custody::Leaving(_) | Custody::Lent(_) | Custody::Dormant(_) | Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held if how == RESET_PEER => self.reset_made(cid, now),
@@ -365,10 +366,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Beside the kernel: receives the frames that wait at this NIC's socket now, since only the NIC gets those of a
-    /// connection that it is about to give up. The agent has sent further ones to the kernel before it sent the
-    /// commands that this round began with, so this is done once for all of them. Not before frames flow: what waits is
-    /// received then, behind the commands that hold connections and grant slots.
+    /// Beside the kernel: receives the frames that wait at this NIC's sockets, since the kernel did not get those of a
+    /// connection that the NIC is about to give up. The agent has directed later frames to the kernel before it sent
+    /// the commands of this round, so once is enough for all of them. Not before [`Worker::start`]: the waiting frames
+    /// are received then, after the commands that hold connections and grant slots.
     fn drain_wire(&mut self, now: Instant) {
         if !self.started || !self.settings.beside || std::mem::replace(&mut self.is_drained, true) {
             return;
@@ -410,7 +411,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let drops = self.settings.drop_during_moves;
         let slot = self.occupant(cid)?;
         let flow = slot.flow();
-        // The kernel has received it for this connection, so by its device.
+        // The kernel has received the frame for this connection, so it came by the connection's device.
         let parsed = TcpFrame::parse(frame.bytes(), flow.device).map_err(|_| Refusal::BadCommand)?;
         if parsed.flow != flow {
             return Err(Refusal::BadCommand);
@@ -438,8 +439,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Sets the interface that a connection's frames leave through. Without one its segments are lost, as in a kernel
-    /// without a route, and are retransmitted by time-out.
+    /// Sets the interface that a connection's frames leave through. Without an interface its segments are lost, as in a
+    /// kernel without a route, and are retransmitted after a time-out.
     fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
         let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
         offloaded.set_interface(interface);
@@ -472,8 +473,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
 
-    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events that the
-    /// agent has already put into the block from later ones.
+    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events whose
+    /// effect the agent has already written to the block from later ones.
     pub(super) fn resume(&mut self, cid: Cid, next: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         let [_, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);

@@ -41,13 +41,13 @@ impl Connections {
         }
     }
 
-    /// The slot of the connection that gets a frame with this key.
+    /// The slot of the connection that receives frames with this key.
     #[inline(always)]
     pub fn find(&self, frame: &FlowKey) -> Option<u32> {
         self.lookup.find(frame, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.has_key(frame)))
     }
 
-    /// Whether there is a connection that gets frames which one with this key would get, too.
+    /// Whether there is a connection some of whose frames a connection with this key would receive as well.
     pub fn overlaps(&self, key: &FlowKey) -> bool {
         let overlaps = |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.key().overlaps(key));
         self.lookup.find(key, overlaps).is_some()
@@ -55,7 +55,7 @@ impl Connections {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Does what follows every change of a connection: enters its time-out into the wheel, lists it if it has events,
+    /// To be called after every change of a connection: enters its time-out into the wheel, lists it if it has events,
     /// and notifies the agent.
     #[inline]
     pub(super) fn follow_up(&mut self, index: u32, events: Events) {

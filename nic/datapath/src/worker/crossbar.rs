@@ -1,10 +1,10 @@
 //! Several workers: each dispatches what it receives to the worker that owns the frame's bucket, and buckets move
 //! between workers without one frame overtaking another.
 //!
-//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and notify the old owner that
-//! they will send nothing more of it. When all have done so the card is switched to the new owner, and the old owner
-//! processes the frames in its own queues. Then the bucket's connections go to the new owner, through the front worker.
-//! Last, all workers send what they held to the new owner.
+//! A bucket moves in four steps. First all workers pause: they hold the bucket's frames and calls, and notify the old
+//! owner that they will send no more of them. When all have done so the card is switched to the new owner, and the old
+//! owner processes the frames in its own queues. Then the bucket's connections go to the new owner, through the front
+//! worker. Last, all workers send the held frames and calls to the new owner.
 
 use super::frames::on_gated_wire_frame;
 use super::opening::ANY_DEVICE;
@@ -26,7 +26,7 @@ const BATCH: usize = 256;
 
 /// Microseconds after the switch of the card within which a frame may still arrive in the old queue.
 const SWITCH_DELAY: u64 = 500;
-/// Number of frames above the capacity of any queue (a TAP's: 500): once as many were taken, all frames that waited at
+/// Number of frames above the capacity of any queue (a TAP's: 500): when so many were taken, all frames that waited at
 /// the switch are among them.
 const QUEUE_FRAMES: usize = 1024;
 
@@ -331,7 +331,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// In another worker than the front one: sends it the segment to a listener that is being processed.
+    /// In a worker other than the front worker: sends the front worker the segment to a listener that is being
+    /// processed.
     pub(super) fn forward_handshake(&mut self) {
         let Some(crossbar) = &mut self.crossbar else { return };
         if crossbar.peers.has_room(FRONT) {
@@ -371,8 +372,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn add_made(&mut self, slot: Slot) {
         let (index, key) = (slot.cid.slot(), slot.key());
         if self.connections.overlaps(&key) {
-            // One by another device has come from the kernel meanwhile. The agent's handoff of this one will be
-            // refused.
+            // A connection with the same addresses and ports, by another device, has come from the kernel meanwhile.
+            // The agent's handoff of the new one will be refused.
             self.resources.charges.end(index);
             return self.forget_made(key);
         }
@@ -383,7 +384,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.forget_made(key);
     }
 
-    /// The front worker sends what comes for a connection that has been made to its owner from now on.
+    /// From now on the front worker sends the segments of a connection that has been made to its owner.
     fn forget_made(&mut self, key: FlowKey) {
         match &mut self.crossbar {
             Some(crossbar) if !crossbar.peers.is_front() => crossbar.peers.send(FRONT, Call::Added(key)),
@@ -473,7 +474,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                     for other in peers.others().filter(|other| *other != usize::from(which.from)) {
                         peers.send(other, Call::Pause(which));
                     }
-                    // The old owner learns of it from the calls of all others.
+                    // The old owner learns of the move from the other workers' calls.
                     peers.pause(which);
                 }
             }
@@ -488,8 +489,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// The old owner's last step: hands the bucket's connections over, now that nothing of the bucket is in any of its
-    /// queues.
+    /// The old owner's last step: hands the bucket's connections over, when none of its queues has a frame of the
+    /// bucket.
     fn hand_over(&mut self, which: Move, now: Instant) {
         self.to_kernel.flush(&self.counters, now.0);
         self.to_kernel.device.settle();
@@ -497,7 +498,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let its = |slot: &&Slot| peers.hash().bucket_of(&Input::of_flow(&slot.flow())) == which.bucket;
         let cids: Vec<Cid> = self.connections.slots.iter().flatten().filter(its).map(|slot| slot.cid).collect();
         let hash = baton_rss::Toeplitz::clone(peers.hash());
-        // Their new owner may have forgotten their session by then, without which they could not wake up.
+        // Dormant connections are woken here: the new owner may have forgotten their session by then, and they need it
+        // to wake up.
         cids.iter().for_each(|cid| _ = self.wake_connection(cid.slot()));
         let slots = cids.into_iter().filter_map(|cid| self.remove_slot(cid)).collect();
         let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);
@@ -565,7 +567,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.count_connections();
     }
 
-    /// Notes a bucket's new owner, and dispatches what was held for it.
+    /// Records a bucket's new owner, and dispatches the calls that were held for it.
     fn on_moved(&mut self, which: Move, now: Instant) {
         let held = self.peers().map(|peers| peers.moved(which)).unwrap_or_default();
         for call in held {

@@ -1,6 +1,6 @@
-//! UDP for programs: datagrams to the addresses and ports of their sockets go into the sockets' receive rings, what
-//! lies in their send rings goes to the wire. All sockets are the front worker's. What is not plain (fragments, errors,
-//! IP options) is the kernel's, which has the same socket.
+//! UDP for programs: datagrams to the addresses and ports of their sockets go into the sockets' receive rings, and
+//! datagrams in their send rings go to the wire. The front worker has all sockets. Fragments, errors and packets with
+//! IP options go to the kernel, which has the same sockets.
 
 use super::Worker;
 use super::messages::{NO_LINK, complete_checksum, destination};
@@ -19,13 +19,13 @@ use baton_wire::{Endpoint, Flow};
 /// Datagrams that a socket sends before the next one gets its turn.
 const BATCH: usize = 64;
 
-/// Batches that all sockets together send in one round: a program may have many sockets, and other sources of work wait
-/// meanwhile.
+/// Batches that all sockets together send in one round, since a program may have many sockets, and other sources of
+/// work wait meanwhile.
 const ROUND: usize = 8;
 
-/// Datagrams in each ring that are looked at when a session's sockets end, for all of them together. More than a
-/// kernel's socket holds of the shortest ones, and than a program that follows the interface leaves behind: every round
-/// empties the rings. What lies behind them is lost.
+/// Most datagrams that are still sent when a session's sockets end, for all of its sockets together. That is more than
+/// a kernel's socket holds of the shortest ones, and more than a program that keeps to the interface leaves: every
+/// round empties the rings. Further ones are lost.
 const AT_END: usize = 8192;
 
 /// Offset of the checksum in a UDP header.
@@ -44,7 +44,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.broadcast(|| Call::DatagramsAt(id, endpoints.clone(), peer));
         self.datagrams.note(id, &endpoints, peer);
         self.has_extras = true;
-        // A NIC that has died may have taken the wish and not rung.
+        // A NIC that has died may have taken the program's request for the doorbell without ringing it.
         if let Some(socket) = self.datagrams.sockets.get(&id).filter(|socket| !socket.receive.is_drained()) {
             socket.program_wish.take();
             self.datagrams.ringing.push(id);
@@ -52,20 +52,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Sets the way of a socket's datagrams to a host. False if there is no such socket, or it has too many ways.
+    /// Sets the route of a socket's datagrams to a host. False if there is no such socket, or it has too many routes.
     pub fn set_datagram_way(&mut self, id: u32, host: [u8; 16], way: Option<DatagramWay>) -> bool {
         self.datagrams.sockets.get_mut(&id).is_some_and(|socket| socket.set_way(host, way))
     }
 
-    /// Gives a socket to the kernel: what its program has sent goes out, and, with `replay`, what it has not read goes
-    /// to the kernel.
+    /// Gives a socket to the kernel: the datagrams in its send ring are sent, and, with `replay`, its unread datagrams
+    /// go to the kernel.
     pub fn end_datagrams(&mut self, id: u32, replay: bool) {
         let mut left = AT_END;
         self.end_datagrams_within(id, replay, &mut left);
     }
 
-    /// [`Worker::end_datagrams`], after which so many datagrams fewer are `left` to be sent. A program may go on
-    /// filling the ring for as long as it is read, and several of its sockets may have the same ring.
+    /// [`Worker::end_datagrams`] that sends at most `left` datagrams, and lowers `left` by those that it has sent. A
+    /// program may continue to fill the ring while it is read, and several of its sockets may have the same ring.
     fn end_datagrams_within(&mut self, id: u32, replay: bool, left: &mut usize) {
         self.broadcast(|| Call::DatagramsAt(id, Vec::new(), None));
         *left -= self.send_datagrams(id, *left);
@@ -115,8 +115,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Takes the frame from the wire if it carries a datagram for a program. Another worker than the front one sends it
-    /// there.
+    /// Takes the frame from the wire if it carries a datagram for a program. Any other worker sends it to the front
+    /// worker.
     pub(super) fn take_datagram(&mut self) -> bool {
         let whole = self.frame.segmentation.is_none();
         let local = destination(self.frame.bytes()).filter(|local| whole && self.datagrams.receives_at(local));
@@ -142,7 +142,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Puts the frame's datagram into its socket's ring. False if the kernel is to have it.
+    /// Puts the frame's datagram into its socket's ring. False if it is for the kernel.
     fn receive_datagram(&mut self, local: Endpoint) -> bool {
         let field = complete_checksum(&mut self.frame);
         let received = Received::parse(self.frame.bytes(), local.port);
@@ -173,8 +173,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Sends what lies in the sockets' send rings: a batch of each, of as many sockets as a round has time for; the
-    /// others come first in the next one. Returns whether there was any.
+    /// Sends datagrams from the sockets' send rings: a batch of each, for as many sockets as a round allows; the others
+    /// come first in the next round. Returns whether there was any.
     pub(super) fn poll_datagrams(&mut self) -> bool {
         let mut worked = false;
         for _ in 0..self.datagrams.ready.len().min(ROUND) {

@@ -15,17 +15,17 @@ use baton_shm::Pooled;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
 
-/// Slots looked at in one go: no more connections become dormant in a round.
+/// Slots that are checked in one round, and so the most connections that become dormant in a round.
 const STEP: u32 = 64;
 
-/// Where the worker is in its look for idle connections.
+/// The worker's position in its search for idle connections.
 pub(super) struct Rounds {
-    /// The slot that is looked at next, and the end of those that may have a connection.
+    /// The slot that is checked next, and the end of the slots that may have a connection.
     next: u32,
     end: u32,
-    /// A connection was awake, or woke up, since the slots were last begun.
+    /// A connection was awake, or woke up, since the last pass over the slots began.
     awake: bool,
-    /// When it looks next, in microseconds; `u64::MAX` while none is awake.
+    /// Time of the next check, in microseconds; `u64::MAX` while none is awake.
     due: u64,
     /// Number of dormant connections.
     dormant: u64,
@@ -34,7 +34,7 @@ pub(super) struct Rounds {
 impl Rounds {
     pub const NONE: Rounds = Rounds { next: 0, end: 0, awake: false, due: u64::MAX, dormant: 0 };
 
-    /// When the worker looks next, in microseconds; `u64::MAX` if it need not.
+    /// Time of the worker's next check, in microseconds; `u64::MAX` if none is needed.
     pub fn due(&self) -> u64 {
         self.due
     }
@@ -51,7 +51,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let rounds = &mut self.connections.rounds;
         rounds.end = rounds.end.max(index + 1);
         rounds.awake = true;
-        // A connection that the host's TCP has is lent as long as it is busy.
+        // The host's TCP keeps none dormant: connections are lent to it only as long as they are busy.
         if rounds.due == u64::MAX && self.lender.is_none() {
             rounds.due = 0;
             self.wake_at(0);
@@ -124,8 +124,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Wakes the connections of a session up, whose memory the worker is about to let go: they keep it until the agent
-    /// takes them back.
+    /// Wakes up the connections of a session whose memory the worker is about to release: awake, they keep the memory
+    /// until the agent takes them back.
     pub(super) fn wake_session(&mut self, session: u32) {
         for index in 0..self.connections.rounds.end {
             if matches!(self.connections.slots.get(index as usize), Some(Some(slot)) if matches!(slot.custody, Custody::Dormant(_)))
@@ -136,7 +136,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Counts a connection that has become dormant, or has woken up, and notes in its slot which, for lists.
+    /// Counts a connection that has become dormant or has woken up, and records that in its slot for `baton ls`.
     fn count_dormant(&mut self, index: u32, sleeps: bool) {
         let count = &mut self.connections.rounds.dormant;
         *count = if sleeps { *count + 1 } else { *count - 1 };

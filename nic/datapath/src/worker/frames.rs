@@ -17,8 +17,8 @@ use core::sync::atomic::Ordering;
 /// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
 const MAX_SACK_BLOCKS: usize = 3;
 
-/// Bytes of a huge frame that take as much of the wire's turn as another frame does. Acknowledgements and events wait
-/// for the end of a round, and a huge frame takes long to copy: so a batch of 32 ends after half a megabyte of them.
+/// So many bytes of a huge frame count as one frame of the wire's turn. Acknowledgements and events wait for the end of
+/// a round, and a huge frame takes long to copy: so a batch of 32 ends after half a megabyte of them.
 const HUGE_SHARE: usize = 1 << 14;
 
 impl<H: Device, W: Device> Worker<H, W> {
@@ -81,8 +81,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes
-    /// straight into receive memory, without the copy from the frame. A huge one has so many bytes of `payload`. The
-    /// caller takes a frame's part of the wire's turn.
+    /// straight into receive memory, without the copy from the frame. `payload`: the length of a huge frame's payload.
+    /// The caller counts one frame of the wire's turn.
     #[inline(never)]
     fn on_large_frame(&mut self, payload: Option<u32>, now: Instant) {
         if !self.output.wire.is_gated() && self.fast_path::<true>(payload, now) {
@@ -134,8 +134,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives the gate the time of a round, and passes the frames that have waited there: those of a limit, and answers
-    /// to rejected frames of this host.
+    /// Sets the gate's time for a round, and releases the frames that have waited there: those delayed by a limit, and
+    /// answers to rejected frames of this host.
     #[cold]
     pub(super) fn begin_gated_round(&mut self, now: Instant) {
         self.output.wire.set_time(now.0);
@@ -148,10 +148,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified
-    /// by a device, of a connection that sends nothing, to be acknowledged at once. What differs only in the last two
-    /// goes the general way from where that is found. `found` is the slot, which may be another connection's, if it was
-    /// looked up. False, and
+    /// The most usual case of the fast path, as code of its own: data over IPv4 with timestamps, whose checksum a
+    /// device has verified, of a connection that sends nothing, to be acknowledged at once. Frames that differ only in
+    /// the last two points continue on the general path. `found` is the slot if it was looked up before; it may be
+    /// another connection's. False, and
     /// nothing is done, for any other frame.
     #[inline(always)]
     pub(super) fn receive_usual(&mut self, found: Option<u32>, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
@@ -171,15 +171,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
         let fields = usual.fields();
-        // Events that wait go first. With posted buffers, or ranges out of order in the record, no segment is
-        // predicted.
+        // Not if the slot has pending events, which have to be sent first. With posted buffers, or ranges out of order
+        // in the record, no segment is predicted.
         let predicted = if slot.dirty { None } else { offloaded.tcp.predict_data(&fields, now, clock) };
         let Some(acknowledgement) = predicted else {
             let Some(plain) = usual.plain() else { return false };
             return self.receive_plain(unannounced, index, &plain, now);
         };
         let seq = acknowledgement.ack.wrapping_sub(fields.length);
-        // All that is computed is written before the payload is copied, which needs the registers.
+        // Acknowledgement and record are written before the payload is copied, since the copy needs the registers.
         let earlier = unannounced.add(index, slot.cid, offloaded, seq, fields.length);
         self.output.prepare_usual(offloaded, &acknowledgement);
         offloaded.receive.write_plain(seq, usual.payload());
@@ -193,8 +193,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement.
     /// The caller counts it. False, and nothing is done, for any other frame.
     ///
-    /// With `SHOWN` the device shows the frame's beginning, and still has the payload: of a `huge` frame so many bytes,
-    /// which its headers do not count. Then false also means that the frame may be lost.
+    /// With `SHOWN` the device shows the frame's beginning, and still has the payload (of a `huge` frame so many bytes,
+    /// since its headers do not say how many). Then false also means that the frame may be lost.
     #[inline(always)]
     fn fast_path<const SHOWN: bool>(&mut self, huge: Option<u32>, now: Instant) -> bool {
         let bytes = self.frame.bytes();
@@ -214,7 +214,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             plain.length += huge.unwrap_or(0);
             let whole = complete && tcp.expects(&plain);
             let fast = !offloaded.is_on_fast_path() || tcp.is_fast(plain);
-            // Free memory of the connection's, also if the frame is lost.
+            // The places are free receive memory, so a frame that is lost half-way does no harm.
             let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole && fast) else { return false };
             if !self.output.wire.device.receive_apart(headers, places) {
                 return false;
@@ -223,7 +223,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.take_plain::<SHOWN>(index, &plain, headers, now)
     }
 
-    /// [`Worker::receive_usual`] where not all is usual.
+    /// [`Worker::receive_usual`] for the general path.
     #[inline(never)]
     fn receive_plain(&mut self, unannounced: &mut Unannounced, index: u32, plain: &Plain, now: Instant) -> bool {
         self.announce_and_clear(unannounced, now);
@@ -234,8 +234,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         taken
     }
 
-    /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the
-    /// first `headers` bytes of the frame or, if that was `SHOWN`, lies in receive memory.
+    /// The fast path after the lookup, for a plain segment of the connection in slot `index`. Its payload follows the
+    /// first `headers` bytes of the frame or, if the frame was `SHOWN`, is in receive memory already.
     #[inline(always)]
     fn take_plain<const SHOWN: bool>(&mut self, index: u32, plain: &Plain, headers: usize, now: Instant) -> bool {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -278,8 +278,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Index of the device by which the frame came, or by which the kernel sends it; inline, where there is one
-    /// wire, 0.
+    /// Index of the device by which the frame arrived, or by which the kernel sends it; 0 inline, where there is one
+    /// wire.
     pub(super) fn came_by(&self) -> u32 {
         if self.settings.beside { self.frame.interface } else { 0 }
     }
@@ -291,8 +291,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.look_up(true, now);
     }
 
-    /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. The front
-    /// worker has sent back a frame that may not: it is part of no handshake, or follows one.
+    /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. `may_open`
+    /// is false for a frame that the front worker has sent back, since it is part of no handshake, or follows one.
     pub(super) fn look_up(&mut self, may_open: bool, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) {
             if let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow)) {
@@ -347,8 +347,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Beside the kernel, gives it a client's segment that was kept from it because of a listener, and is of no
-    /// connection or handshake of the NIC's. Of all other frames it has its own copy, or they are no concern of its.
+    /// Beside the kernel: gives the kernel a client's segment that was kept from it because of a listener, and belongs
+    /// to no connection or handshake of the NIC's. Of other frames the kernel has its own copy, or needs none.
     fn give_back_to_kernel(&mut self) {
         if !self.listeners.is_empty()
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by())
@@ -376,7 +376,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                     return self.on_segment_of_closing(index, &segment, now);
                 }
                 if let Some(cause) = needs_kernel(&segment, &offloaded.tcp) {
-                    // One request is enough; the peer sends again what is not answered.
+                    // One request is enough: the peer retransmits segments that are not answered.
                     let first = slot.held.is_empty();
                     slot.held.push(parsed, &self.frame);
                     let cid = slot.cid;
@@ -477,7 +477,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is
-    /// processed as any frame, whichever connection it belongs to. False if the frame is no fragment.
+    /// processed as any frame, even if it belongs to another connection. False if the frame is no fragment.
     pub(super) fn take_fragment(&mut self, now: Instant) -> bool {
         let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
         if connections == 0 {
@@ -496,7 +496,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
         }
         for frame in given_up {
-            // The kernel may still receive the missing fragments.
+            // To the kernel, which may still receive the missing fragments.
             self.frame.copy_from(&frame);
             self.deliver_to_kernel(now);
         }
@@ -504,7 +504,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// Processes a frame from the wire, which captures are to see.
+/// Processes a frame from the wire, after showing it to captures.
 #[cold]
 #[inline(never)]
 pub(super) fn on_gated_wire_frame<H: Device, W: Device>(worker: &mut Worker<H, W>, now: Instant) {

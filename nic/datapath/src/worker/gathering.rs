@@ -1,6 +1,6 @@
-//! The messages of a program that waits for each to be taken ([`baton_abi::ANSWER`]). To send takes longer than to
-//! answer, and the program would wait meanwhile. So a message is answered first, and what follows at once is sent
-//! together with it.
+//! Commands of a program that waits for each to be taken ([`baton_abi::ANSWER`]). Sending takes longer than answering,
+//! and the program would wait meanwhile. So a command is answered first, and its bytes are sent together with those of
+//! commands that follow at once.
 
 use super::Worker;
 use super::programs::Taken;
@@ -11,36 +11,36 @@ use baton_device::Device;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
 
-/// Messages that are sent together at most, and bytes: those of eight large frames.
+/// Most commands, and most bytes, that are sent together; the bytes of eight large frames.
 const MESSAGES: u32 = 64;
 const BYTES: u32 = 1 << 19;
 
-/// Looks for the next message, some two microseconds, in which a program sees the answer and begins with it; and most
-/// looks while it copies that.
+/// Number of polls for the next command, some two microseconds, in which a program sees the answer and begins its next
+/// send; and most polls while it copies that send's bytes.
 const LOOKS: u32 = 100;
 const COPYING_LOOKS: u32 = 800;
 
-/// Most looks between all messages that are sent together, some 80 microseconds: other programs wait meanwhile.
+/// Most polls for all commands that are sent together, some 80 microseconds, since other programs wait meanwhile.
 const ALL_LOOKS: u32 = 4000;
 
 /// Microseconds for which bytes of a stream wait for the next message: about as long as a program that slept needs to
 /// wake up and to copy.
 const PUT_OFF: u64 = 40;
 
-/// Microseconds after which the next message belongs to a stream no more.
+/// Microseconds after which the next command no longer counts as part of a stream.
 const STREAM: u64 = 200;
 
 /// The last message that was answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered {
     at: Instant,
-    /// Its connection's slot, and what that had received: a program that sends after it has received something may wait
-    /// for more before it goes on.
+    /// The connection's slot, and how far it had received: a program that sends after it has received data may wait for
+    /// more before it continues.
     index: u32,
     received: u32,
 }
 
-/// Bytes that wait for the next message.
+/// Queued bytes that wait for the next command.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PutOff {
     session: usize,
@@ -50,13 +50,13 @@ pub(super) struct PutOff {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// The connection whose bytes wait for a message of session `id`, if there is one. They do not any longer.
+    /// Ends the wait of bytes for a command of session `id`, and returns their connection's slot, if there are any.
     #[inline]
     pub(super) fn end_waiting(&mut self, id: usize) -> Option<u32> {
         self.programs.put_off.take_if(|put_off| put_off.session == id).map(|put_off| put_off.index)
     }
 
-    /// Sends what waits if it has done so for long enough.
+    /// Sends the waiting bytes if their time is over.
     #[cold]
     pub(super) fn send_put_off(&mut self, now: Instant) {
         if let Some(put_off) = self.programs.put_off.take_if(|put_off| put_off.until.0 <= now.0) {
@@ -64,8 +64,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Goes on behind a message that has queued bytes on the connection in slot `unsent`, and has been answered: takes
-    /// and answers what follows at once, and sends all together, or lets it wait for more.
+    /// Called after a command that has queued bytes on the connection in slot `unsent`, and has been answered. Takes
+    /// and answers commands that follow at once, and sends all bytes together, or lets them wait for more.
     #[cold]
     pub(super) fn gather(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
         let mut looks = ALL_LOOKS;
@@ -87,7 +87,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Taken::Answered
     }
 
-    /// Whether the next message comes at once, and there is room for it. Takes the looks that this needs from `looks`.
+    /// Whether the next command comes at once, and there is room for it. Subtracts the polls that this takes from
+    /// `looks`.
     fn is_followed(&self, id: usize, unsent: Option<u32>, looks: &mut u32) -> bool {
         let Some(session) = &self.programs.sessions[id] else { return false };
         let Some(offloaded) = unsent.and_then(|index| self.active(index)) else { return false };
@@ -100,8 +101,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             })
     }
 
-    /// Whether the message just answered is one of a stream of them, which only the program's sleep, or another thread
-    /// on its processor, has interrupted. Remembers it.
+    /// Whether the command just answered is part of a stream that only the program's sleep, or another thread on its
+    /// processor, has interrupted. Remembers the command.
     fn goes_on(&mut self, id: usize, index: u32, now: Instant) -> bool {
         let Some((received, has_room)) = self.active(index).map(|offloaded| (offloaded.tcp.rcv_nxt(), has_room(offloaded)))
         else {
@@ -119,7 +120,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends what the connection in slot `index` has queued. The program learns that this lasts longer.
+    /// Sends the queued bytes of the connection in slot `index`, and tells the program meanwhile that the NIC is
+    /// sending.
     fn send_gathered(&mut self, id: usize, index: u32, now: Instant) {
         let note = |worker: &Self, sending: u32| {
             if let Some(Some(session)) = worker.programs.sessions.get(id) {
@@ -133,7 +135,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// Whether more is gathered.
+/// Whether more bytes may be gathered.
 fn has_room(offloaded: &Offloaded) -> bool {
     offloaded.tcp.unsent() < BYTES.min(offloaded.most_of_send_memory())
 }

@@ -1,6 +1,5 @@
-//! The host's TCP: a worker without devices, which goes on with the connections that the NIC lends it. It runs in a
-//! process of the host's. What it sends goes through the NIC, which alone serves the wire, the programs' rings and the
-//! agent.
+//! The host's TCP: a worker without devices, in a process of the host, which runs the connections that the NIC lends
+//! it. Its frames and events go through the NIC, which alone serves the wire, the programs' rings and the agent.
 
 use super::agent::AgentLink;
 use super::frames::needs_kernel;
@@ -20,7 +19,7 @@ use baton_wire::{FlowKey, TcpFrame};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
-/// Segments of the fast path, one after the other, after which a quiet connection is given back.
+/// Number of consecutive segments of the fast path after which a quiet connection is given back.
 const ENOUGH_IN_ORDER: u32 = 8;
 
 /// The host's TCP has no interface of the kernel's.
@@ -49,7 +48,7 @@ pub struct HostWire {
 
 impl Device for HostWire {
     fn capabilities(&self) -> Capabilities {
-        // The NIC does what its wire does not.
+        // The NIC does the offloads that its wire's device does not.
         Capabilities { checksum: true, segmentation: self.segmentation }
     }
 
@@ -63,11 +62,11 @@ impl Device for HostWire {
     }
 }
 
-/// What a worker has that is the host's TCP.
+/// The part of a worker that only the host's TCP has.
 pub(super) struct Lender {
     memory: Arc<Region>,
     frames: FrameReceiver,
-    /// What has come ahead of a connection's state.
+    /// Parts of a connection's state that have arrived before the image.
     arriving: Arriving,
     /// See [`Worker::is_broken`].
     broken: bool,
@@ -94,13 +93,13 @@ impl Worker<NoKernel, HostWire> {
     /// One round. Returns whether there was anything to do.
     pub fn poll_lent(&mut self, now: Instant) -> bool {
         let Some(lender) = &self.lender else { return false };
-        // Whatever precedes these frames is among the messages that are read after this.
+        // Read before the messages: all messages that precede these frames are then among those that are read next.
         let frames = lender.frames.waiting_to();
         let mut worked = !self.agent.backlog.is_empty();
         if worked {
             self.flush_backlog();
         }
-        // At most as many as the ring holds: the NIC passes on what programs ask, and may go on with that for ever.
+        // At most as many as the ring holds, since programs may keep the NIC sending messages for ever.
         for _ in 0..RING_MESSAGES {
             let Some(words) = self.agent.commands.pop() else { break };
             self.agent.commands.release();
@@ -184,7 +183,7 @@ impl Worker<NoKernel, HostWire> {
     }
 
     /// Whether the NIC has lent a connection that could not be taken, which breaks the interface's rules. The process
-    /// must end then: what it has is restored from the recovery records.
+    /// must end then, and its connections are restored from the recovery records.
     pub fn is_broken(&self) -> bool {
         self.lender.as_ref().is_some_and(|lender| lender.broken)
     }
@@ -211,7 +210,7 @@ impl Worker<NoKernel, HostWire> {
         Some(())
     }
 
-    /// Gives a connection back to the NIC, behind all that was sent for it.
+    /// Gives a connection back to the NIC, after all frames and events that were sent for it.
     fn give_back(&mut self, cid: Cid, now: Instant) {
         self.output.flush(&self.counters);
         self.report(cid.slot());

@@ -1,8 +1,9 @@
-//! Partial offload on the NIC: connections of which it keeps the fast path. When one leaves that, it is lent to the
-//! host's TCP. Until it is back its frames go there, and its program's messages; the agent's commands wait.
+//! Partial offload on the NIC: connections of which the NIC runs only the fast path. A connection that leaves it is
+//! lent to the host's TCP. Until it is back, its frames and its program's messages go there, and the agent's commands
+//! wait.
 //!
-//! Nothing is overtaken: the NIC sends the state before anything else, and nothing more once it has recalled the
-//! connection. What arrives from then on is held until the state is back.
+//! The order is kept: the NIC sends the state before anything else, and nothing more once it has recalled the
+//! connection. Frames and messages that arrive after that are held until the state is back.
 
 use super::programs::Session;
 use super::{Worker, peer_fin};
@@ -24,8 +25,8 @@ use std::sync::Arc;
 /// Largest number of messages from the host's TCP that are handled in a round.
 const BATCH: usize = 256;
 
-/// Messages that the ring to the host's TCP must have room for before those of programs are read: a batch of many
-/// programs, with which connections may be lent.
+/// Room in the ring to the host's TCP, in messages, that is needed before programs' commands are read: a batch from
+/// many programs, which may also cause connections to be lent.
 const TURN: u64 = 1024;
 
 /// Largest number of a program's messages that wait for a connection to come back, which takes some microseconds.
@@ -35,14 +36,14 @@ const MOST_WAITING: usize = 1 << 16;
 pub(super) struct HostTcp {
     memory: Arc<Region>,
     commands: Producer<RingWords>,
-    /// Messages that found the ring full.
+    /// Messages for which the ring had no room.
     overflow: VecDeque<Message>,
     events: Consumer<RingWords>,
     frames_in: FrameSender,
     frames_out: FrameReceiver,
     /// What has come ahead of a connection's state.
     arriving: Arriving,
-    /// Something was sent since the doorbell was last checked.
+    /// A message or frame was sent since the doorbell was last checked.
     unsignalled: bool,
 }
 
@@ -76,14 +77,15 @@ impl HostTcp {
         self.unsignalled = true;
     }
 
-    /// Whether there is room for what programs send in a round. They go on for as long as they like, and the host's TCP
-    /// takes longer for a message than the NIC for passing it on: without room what they send stays in their own rings.
-    /// Nor may frames overtake what waits here: those of all lent connections would be dropped meanwhile.
+    /// Whether there is room for the programs' commands of a round. Programs may send without end, and the host's TCP
+    /// takes longer for a message than the NIC for passing it on: without room the commands stay in the programs'
+    /// rings. Besides, frames must not overtake messages that wait here: meanwhile the frames of all lent connections
+    /// would be dropped.
     pub fn takes_messages(&mut self) -> bool {
         self.overflow.is_empty() && self.commands.has_room(TURN)
     }
 
-    /// Whether nothing has come from the host's TCP, and nothing waits to be sent.
+    /// Whether no message or frame has come from the host's TCP, and none waits to be sent to it.
     pub fn is_idle(&self) -> bool {
         self.overflow.is_empty() && !self.events.has_message() && !self.frames_out.has_frame()
     }
@@ -137,7 +139,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Counts, for lists, that a connection was lent or has come back.
+    /// Counts in the slot, for `baton ls`, that a connection was lent or has come back.
     fn note_transition(&self, index: u32) {
         let word = self.nic_memory.word32(nic::slot(index) + slot::LENT);
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
@@ -156,7 +158,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Changes where a connection's TCP runs, if that is `from` now.
+    /// Changes a connection's path to `to`, if it is `from` now.
     pub(super) fn set_path(&mut self, index: u32, from: Path, to: Path) {
         if let Some(Some(slot)) = self.connections.slots.get_mut(index as usize)
             && let Custody::Active(offloaded) = &mut slot.custody
@@ -166,13 +168,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives the frame from the wire to the host's TCP, or holds it if its connection is on the way back.
+    /// Gives the frame from the wire to the host's TCP, or holds it if its connection was recalled.
     pub(super) fn give_to_host_tcp(&mut self, index: u32, parsed: &TcpFrame) {
         let Some(host) = self.host_tcp.as_deref_mut() else { return };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Lent(lent) = &slot.custody else { return };
         if self.frame.checksum == Checksum::Unknown {
-            // The caller has verified it.
+            // The caller has verified the checksum.
             self.frame.checksum = Checksum::Verified;
         }
         let taken = if lent.recalled {
@@ -200,8 +202,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends a program's message to the host's TCP, which checks its numbers. False if it is none that a program may
-    /// send there, or if too many wait.
+    /// Sends a program's message to the host's TCP, which checks its numbers. False if a program may not send such a
+    /// message there, or if too many wait.
     pub(super) fn relay(&mut self, index: u32, message: &Message) -> bool {
         is_of_program(message) && self.pass_on(index, message)
     }
@@ -221,8 +223,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         room
     }
 
-    /// Gives the host's TCP what an ICMP message says of a path MTU, if it has the connection. Segments were lost: that
-    /// is not the fast path's.
+    /// Passes a path MTU from an ICMP message on to the host's TCP, if the connection is lent, or lends it: segments
+    /// were lost, which the fast path does not handle.
     pub(super) fn pass_on_mtu(&mut self, index: u32, seq: u32, mtu: u32, now: Instant) -> bool {
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return false };
         let lent = match &slot.custody {
@@ -341,9 +343,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Takes a connection back, and then does what has waited for it. `goes_on`: it has not ended.
+    /// Takes a connection back, and then runs the commands and messages that have waited. `goes_on`: it has not ended.
     fn take_back(&mut self, index: u32, goes_on: bool, now: Instant) {
-        // What it has sent leaves before what is sent from here.
+        // Its frames leave before frames that are sent from here.
         self.send_for_host_tcp();
         let Some(host) = self.host_tcp.as_deref_mut() else { return };
         let (arrived, state) = (std::mem::take(&mut host.arriving), State::read(&host.memory, index));
@@ -352,7 +354,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Lent { mut offloaded, commands, messages, .. } = *lent;
         match state.filter(|state| goes_on && state.image().flow == slot.flow()) {
             Some(state) => offloaded.go_on(&state, arrived, now),
-            // It has ended, and its program knows.
+            // The connection has ended, and its program was told.
             None => {
                 offloaded.tcp.abort();
                 offloaded.tcp.forget_reset();
@@ -383,7 +385,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// A connection's session. None if that has ended, also if another one has its number by now.
+/// A connection's session. None if the session has ended, even if another session has its number by now.
 fn session_of<'a>(sessions: &'a mut [Option<Session>], offloaded: &Offloaded) -> Option<&'a mut Session> {
     let session = sessions.get_mut(offloaded.session as usize)?.as_mut()?;
     Arc::ptr_eq(&session.memory, &offloaded.session_memory).then_some(session)

@@ -28,7 +28,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.attach_messages_here(id, memory, endpoint);
     }
 
-    /// Notes whose packets a session's address gets, and, in the session's worker, adds the session.
+    /// Records which session gets the packets to an address, and, in the session's worker, adds the session.
     pub(super) fn attach_messages_here(&mut self, id: u32, memory: Arc<Region>, endpoint: MessageEndpoint) {
         self.forget_session(id);
         self.programs.message_ports.push((endpoint.data.address, id));
@@ -109,7 +109,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives the frame to the data half that it is for. False if the kernel is to have it.
+    /// Gives the frame to the data half that it is for. False if it is for the kernel.
     #[inline(never)]
     pub(super) fn take_packet(&mut self) -> bool {
         self.session_of_packet().is_some_and(|id| self.take_packet_of(id))
@@ -122,7 +122,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let bytes = self.frame.bytes();
         let local = messages.address();
         let taken = match Received::parse(bytes, local.port) {
-            // Which link it is on, only a socket that is bound to one knows. The kernel's would name it.
+            // Only a socket that is bound to a device knows which link the sender is on, so the packet is dropped; the
+            // kernel's socket would report the link.
             Ok(Received { source, .. }) if local.port != 0 && source.is_link_local() && !local.is_link_local() => {
                 self.counters.add(Counter::Dropped, 1);
                 true
@@ -163,7 +164,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn poll_messages(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.programs.message_ports.len() {
-            // A session that breaks the interface is not listed any more.
+            // A session that breaks the interface is removed from the list meanwhile.
             let Some(id) = self.programs.message_ports.get(at).map(|(_, id)| *id as usize) else { break };
             worked |= self.poll_message_commands(id);
             let Some(Some(Session { events, unsignalled, messages: Some(messages), .. })) = self.programs.sessions.get_mut(id)
@@ -206,7 +207,7 @@ impl<W: Device> crate::transmit::Output<W> {
         frame.set_length(length);
         let run = messages.transmit(&mut frame.bytes_mut()[header..], if cuts { most } else { 1 })?;
         let Some(link) = messages.link_to(&run.to) else {
-            // The program has not asked for the way, or the agent has refused it.
+            // The program has not asked for the route, or the agent has refused it.
             counters.add(Counter::Dropped, run.packets as u64);
             return Some(run.packets);
         };
@@ -230,7 +231,7 @@ fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
     if local.port == 0 { Envelope::Ethernet(link) } else { Envelope::Udp(link, Flow { local, remote, device: 0 }) }
 }
 
-/// The length of a header depends on the addresses alone.
+/// A header for computing lengths, which depend on the addresses alone.
 pub(super) const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
 
 /// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other
@@ -258,9 +259,9 @@ pub(super) fn destination(frame: &[u8]) -> Option<Endpoint> {
     }
 }
 
-/// Makes the checksum of a UDP frame one that can be verified: what a kernel on this machine has sent holds the sum of
-/// the pseudo-header only. Returns place and contents of the field if it was changed, since the kernel would need it as
-/// it was.
+/// Completes the checksum of a UDP frame so that it can be verified: a frame that a kernel on this machine has sent has
+/// only the sum of the pseudo-header. Returns offset and old contents of the field if it was changed, since the kernel
+/// would need the old contents.
 pub(super) fn complete_checksum(frame: &mut Frame) -> Option<(usize, [u8; 2])> {
     let Checksum::Partial { start, offset } = frame.checksum else { return None };
     let at = usize::from(start) + usize::from(offset);

@@ -1,8 +1,8 @@
-//! Connections that the NIC makes itself: the handshakes of listeners' clients.
+//! Connections that the NIC makes itself: handshakes with listeners' clients, and connections that programs open.
 //!
 //! A connection that has been made is an image in a slot, and its frames are held there, as for a connection that has
-//! just left the kernel. The agent hands it off from there. What does not belong to a handshake goes to the kernel,
-//! which has the listening socket, too.
+//! just left the kernel. The agent hands it off from there. Segments that do not belong to a handshake go to the
+//! kernel, which has the listening socket, too.
 
 use super::connections::Wheel;
 use super::{Worker, room};
@@ -22,7 +22,7 @@ use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 const DESTINATION: core::ops::Range<usize> = 0..6;
 const SOURCE: core::ops::Range<usize> = 6..12;
 
-/// The device of connections with listeners: those that are bound to one are the kernel's.
+/// The device of listeners' connections: listeners that are bound to a device stay in the kernel.
 pub(super) const ANY_DEVICE: u32 = 0;
 
 /// Most retransmissions of a SYN (Linux's limit of TCP_SYNCNT).
@@ -36,7 +36,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.listeners.add(settings);
     }
 
-    /// Removes a listener: its clients are the kernel's.
+    /// Removes a listener: from now on the kernel answers its clients.
     pub fn stop_listening(&mut self, id: u32) {
         self.broadcast(|| Call::StopListening(id));
         self.listeners.remove(id);
@@ -52,12 +52,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Takes a segment from the wire that belongs to no connection of this worker, if it is part of a handshake with a
-    /// listener. Several workers leave handshakes to the front worker, so that a listener has one accept queue and none
-    /// of them moves with a bucket; what is none comes back ([`Worker::look_up`]).
+    /// listener. With several workers the front worker has all handshakes, so that a listener has one accept queue and
+    /// no handshake moves with a bucket; segments that belong to no handshake come back ([`Worker::look_up`]).
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
-        // A client that has a connection by another device is the kernel's, which can tell the two apart.
+        // If the client has a connection by another device, the segment goes to the kernel, which can tell the two
+        // apart.
         if self.connections.overlaps(&FlowKey::from(&parsed.flow.by(ANY_DEVICE))) {
             return false;
         }
@@ -76,7 +77,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         let is_ack = segment.flags.contains(Flags::ACK) && !segment.flags.intersects(Flags::SYN | Flags::RST);
         if is_syn && (!open || known.is_none() && !has_room) {
-            // A client that comes before the first slot, or finds the NIC full, is the kernel's.
+            // Before the first slot was granted, and when the NIC is full, the kernel answers clients.
             return false;
         }
         let is_clients = |index| self.listeners.handshake(index).is_some_and(|one| one.opening.tcp.snd_nxt() == segment.ack);
@@ -120,9 +121,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         Link { source: address(DESTINATION), destination: address(SOURCE), ttl, tos: 0, flow_label: 0, interface }
     }
 
-    /// Processes a segment of a handshake that is remembered. False if it acknowledges what the NIC has not sent. The
-    /// kernel may have a connection of this 4-tuple; if it has none it answers with the RST of RFC 9293 section
-    /// 3.10.7.4, for its socket listens. The handshake goes on, for anybody can send such a segment.
+    /// Processes a segment of a handshake that is remembered. False if it acknowledges bytes that the NIC has not sent:
+    /// then it goes to the kernel. The kernel may have a connection with this 4-tuple; if it has none, it answers with
+    /// the RST of RFC 9293 section 3.10.7.4, since its socket listens. The handshake continues, since anyone can send
+    /// such a segment.
     fn continue_handshake(&mut self, index: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(handshake) = self.listeners.handshake(index) else { return false };
         let tcp = &mut handshake.opening.tcp;
@@ -148,8 +150,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it. If
-    /// there is none the handshake is remembered, for the client's further segments do not acknowledge a cookie: the
-    /// kernel, which does not know it, would reset the connection. False if it is none.
+    /// there is none the handshake is remembered: the client's further segments do not acknowledge the cookie, and the
+    /// kernel, which has no state of the connection, would reset it. False if it is no such acknowledgement.
     fn take_cookie(&mut self, id: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         if !self.listeners.accepts_cookies(now) {
             return false;
@@ -160,7 +162,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let is_full = listener.granted.is_empty();
         let (config, ttl) = (listener.config(parsed.flow.is_v4()).of_cookie(&syn), listener.settings.ttl);
         let Some(mut tcp) = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now) else { return false };
-        // The answer that was sent already.
+        // The SYN-ACK as it was sent.
         let _ = tcp.poll_transmit(now, 0);
         if !is_full {
             tcp.input(&without_data(segment), now);
@@ -205,7 +207,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let template = Image { link: opening.link, ..Image::open(opening.flow) };
         let Some(mut image) = opening.tcp.to_image(&template, now) else { return false };
         if by_cookie {
-            // When the SYN-ACK was sent is not known.
+            // The round trip is unknown, since the time at which the SYN-ACK was sent is not remembered.
             (image.srtt, image.rttvar, image.min_rtt) = (0, 0, 0);
         }
         let mut bytes = [0u8; MAX_ENCODED];
@@ -216,7 +218,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         encoded
     }
 
-    /// Resets the peer of a connection that has been made, and that nobody will have.
+    /// Resets the peer of a connection that has been made and will not be accepted.
     pub(super) fn reset_made(&mut self, cid: Cid, now: Instant) {
         let mut bytes = [0u8; MAX_ENCODED];
         let read = self.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes);
@@ -227,7 +229,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.output.send_handshake(&mut opening, &self.counters, now);
     }
 
-    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5). The SYN is sent again
+    /// Opens the connection whose 4-tuple and image are in the slot (RFC 9293 section 3.5). The SYN is sent again
     /// `retries` times at most, 0 for the default.
     pub(super) fn connect(&mut self, cid: Cid, retries: u32, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
@@ -305,7 +307,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.settle_opening(index, now);
     }
 
-    /// Notifies the agent if a connection that is being opened is open, or has failed.
+    /// Notifies the agent if a connection that was being opened is established, or has failed.
     fn settle_opening(&mut self, index: u32, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let (Custody::Opening(opening), cid) = (&mut slot.custody, slot.cid) else { return };
@@ -325,7 +327,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives up a connection that is being opened, for Linux's error number.
+    /// Gives up a connection that is being opened; `error` is Linux's error number.
     fn give_up_opening(&mut self, cid: Cid, error: u32) {
         room::free_slot(self, cid);
         self.count_connections();
@@ -333,12 +335,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Gives up a connection that is being opened because an ICMP message says that its SYN did not reach the peer, as
-    /// Linux does. For one that is open the message means nothing: it is sent again (RFC 5461 section 2).
+    /// Linux does. For an established connection the message is ignored, and the segment is retransmitted (RFC 5461
+    /// section 2).
     pub(super) fn on_unreachable(&mut self, flow: &Flow, seq: u32, error: u32) {
         let Some(index) = self.connections.find(&FlowKey::from(flow)) else { return };
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return };
         let Custody::Opening(opening) = &slot.custody else { return };
-        // Only what is in flight can be meant (RFC 5927 section 4.1).
+        // The message is valid only if it is about the SYN in flight (RFC 5927 section 4.1).
         if seq == opening.tcp.snd_una() {
             self.give_up_opening(slot.cid, error);
         }

@@ -1,5 +1,5 @@
-//! The programs' messages, and the events that are sent to them. Nothing that comes from a program is trusted: each
-//! message is copied once, its connection must belong to the session, its addresses must lie in the session's memory.
+//! The programs' commands, and the events that are sent to them. No message from a program is trusted: each message is
+//! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
 use super::Worker;
 use super::gathering::{Answered, PutOff};
@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// Number of messages taken from one session before the next one gets its turn.
 const BATCH: usize = 64;
 
-/// Number of messages between one that is taken and one whose bytes are fetched from the program's processor meanwhile.
+/// How many messages ahead of the one being run bytes are prefetched from the program's processor's cache.
 const AHEAD: u64 = 4;
 
 /// Largest number of bytes in one `nic_send`, and in one `nic_post`.
@@ -35,7 +35,8 @@ const MAX_POST: usize = 1 << 30;
 /// Number of batches in a full ring.
 const RING_BATCHES: usize = RING_MESSAGES / BATCH;
 
-/// Bytes at once from which on a program is woken for bulk data: to copy them costs it more than to be woken.
+/// From so many bytes at once on a wake counts as one for bulk data: copying them costs the program more than waking
+/// up.
 const BULK: u64 = 32 << 10;
 
 /// A program's session.
@@ -55,7 +56,7 @@ pub(super) struct Session {
     pub moderator: Moderator,
     /// The NIC keeps only the fast path of its connections.
     pub fast_path: bool,
-    /// How many of its connections are lent to the host's TCP.
+    /// Number of its connections that are lent to the host's TCP.
     pub lent: u32,
     /// The last message that its program waited for ([`ANSWER`]).
     pub answered: Option<Answered>,
@@ -70,8 +71,8 @@ impl Session {
         front || self.messages.is_some()
     }
 
-    /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the
-    /// worker awake.
+    /// Whether there are commands that can run now. (A program for messages that does not read its events must not keep
+    /// the worker awake.)
     pub fn has_commands(&self) -> bool {
         self.commands.has_message() && self.messages.as_ref().is_none_or(|messages| messages.takes_commands())
     }
@@ -98,8 +99,8 @@ impl Session {
     }
 }
 
-/// Bytes that a connection without pending events has received in this batch, that have not been announced to its
-/// program.
+/// Bytes that a connection without pending events has received in this batch and that were not announced to its program
+/// yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unannounced {
     /// Slot of the connection; [`NO_SLOT`] if there are no such bytes.
@@ -115,7 +116,8 @@ impl Unannounced {
     /// No bytes.
     pub const NONE: Unannounced = Unannounced { slot: NO_SLOT, session: 0, message: [0; 2], fetches: false };
 
-    /// Whether the connection in slot `index` has them: then no other one has an acknowledgement that is held.
+    /// Whether they are the bytes of the connection in slot `index`: then no other connection has a held
+    /// acknowledgement.
     #[inline(always)]
     pub fn is_of(&self, index: u32) -> bool {
         self.slot == index
@@ -127,8 +129,8 @@ impl Unannounced {
         self.slot != NO_SLOT
     }
 
-    /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns those of
-    /// another one.
+    /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns the previous
+    /// bytes if they belong to another connection.
     #[inline(always)]
     pub fn add(&mut self, index: u32, cid: Cid, offloaded: &Offloaded, seq: u32, length: u32) -> Option<Unannounced> {
         if self.is_of(index) {
@@ -148,12 +150,12 @@ impl Unannounced {
     }
 }
 
-/// What became of a batch of a session's messages.
+/// The result of a batch of a session's messages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Taken {
     /// They were run, if there were any.
     Some,
-    /// They were run, and the program waited for the last one to be taken ([`ANSWER`]).
+    /// They were run, and the program is waiting for the last one to be taken ([`ANSWER`]).
     Answered,
     /// The session has ended.
     Stopped,
@@ -165,13 +167,13 @@ pub(super) struct Programs {
     pub sessions: Vec<Option<Session>>,
     /// Slots with events for their program.
     pub dirty: Vec<u32>,
-    /// Those of them whose program's ring was full in this round.
+    /// Slots of `dirty` whose program's ring was full in this round.
     pub ring_full: Vec<u32>,
-    /// Connections that have ended, of which the agent is notified when their programs have been.
+    /// Connections that have ended. The agent is notified of the end after the program.
     pub ended: Vec<Cid>,
     /// Slots for which a message with [`FETCH`] was read in this batch.
     pub fetched: Vec<u32>,
-    /// What waits for the next message.
+    /// Queued bytes that wait for the next command.
     pub put_off: Option<PutOff>,
     /// Address and number of each session for messages, in order; of all workers' sessions.
     pub message_ports: Vec<(Endpoint, u32)>,
@@ -185,7 +187,7 @@ impl Programs {
     }
 }
 
-/// The counter of such a message of a program's.
+/// The counter of programs' commands with this operation.
 #[inline(always)]
 fn of_program(operation: Operation) -> Counter {
     match operation {
@@ -265,7 +267,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     fn poll_sessions_from(&mut self, first: usize, now: Instant) -> bool {
         let mut worked = false;
-        // Asked once for all, so that none of them has all of the room.
+        // Checked once for all sessions, so that one session cannot take all of the room.
         let waits = self.host_tcp.as_deref_mut().is_some_and(|host| !host.takes_messages());
         for id in first..self.programs.sessions.len() {
             let lends = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.lent > 0);
@@ -328,8 +330,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         waited || count > 0
     }
 
-    /// Takes up to a batch of a session's messages, and answers them if one asks for it. What the last ones have queued
-    /// is `unsent`.
+    /// Takes up to a batch of a session's messages, and answers them if one asks for it. `unsent` is the slot of the
+    /// connection on which the last ones have queued bytes.
     pub(super) fn take_messages(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
         let (mut answer, mut handshake) = (None, false);
         for _ in 0..BATCH {
@@ -343,7 +345,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 }
                 break;
             };
-            // With several workers the connection's own sends them.
+            // With several workers the bytes are read by the connection's own worker, so there is no prefetch here.
             if self.crossbar.is_none()
                 && let Some([first, second]) = session.commands.glance(AHEAD)
                 && is_plain_send(first)
@@ -377,7 +379,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
         }
         let Some(cid) = answer else { return Taken::Some };
-        // The program may wait for this, so it comes before the segments.
+        // The program may be waiting for this answer, so it comes before the segments.
         self.record_queued(*unsent, now);
         if let Some(session) = self.programs.sessions[id].as_mut() {
             session.commands.release();
@@ -386,8 +388,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if handshake { Taken::Answered } else { Taken::Some }
     }
 
-    /// Looks again for what the programs of connections in `fetched` have queued: until the message was released they
-    /// may have kept back more without another one.
+    /// Checks again for queued bytes on the connections in `fetched`: until their command was released, their programs
+    /// may have queued more bytes without another command.
     #[cold]
     fn fetch_more(&mut self, now: Instant) {
         while let Some(index) = self.programs.fetched.pop() {
@@ -404,7 +406,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends what has been queued on the connection in slot `unsent`, if there is one.
+    /// Sends the queued bytes of the connection in slot `unsent`, if there is one.
     pub(super) fn send_queued(&mut self, unsent: Option<u32>, now: Instant) {
         let Some(index) = unsent else { return };
         if let Some(Some(slot)) = self.connections.slots.get_mut(index as usize)
@@ -415,7 +417,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Runs a program's message, and sends what there is to send. False if it is malformed or not allowed.
+    /// Runs a program's message, and sends queued bytes. False if it is malformed or not allowed.
     pub(super) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
         let mut unsent = None;
         let accepted = self.run_program_message(session, message, &mut unsent, now);
@@ -428,7 +430,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// [`Worker::send_queued`] is called.
     fn run_program_message(&mut self, session: usize, message: &Message, unsent: &mut Option<u32>, now: Instant) -> bool {
         let index = message.cid.slot();
-        // What a message with MORE or HOLD begins does not leave with what came before.
+        // Bytes of a message with MORE or HOLD do not leave together with earlier bytes.
         let joins = message.operation == Operation::NicSend && message.kind & (MORE | HOLD) == 0 && *unsent == Some(index);
         if !joins {
             self.send_queued(unsent.take(), now);
@@ -491,7 +493,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_POST && address + length <= memory;
                 // A connection with posted buffers keeps its scratch, and is never dormant.
                 let short = self.resources.free(Resource::Memory) == 0;
-                // Posted buffers do not change hands between NIC and host's TCP.
+                // Posted buffers cannot pass between NIC and host's TCP.
                 inside
                     && offloaded.path == Path::Whole
                     && self.lender.is_none()
@@ -587,7 +589,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Notifies the agent of connections that have ended. It takes their slots then, so their last events come before.
+    /// Notifies the agent of connections that have ended. The agent then takes their slots, so their last events are
+    /// sent before.
     #[cold]
     pub(super) fn report_ended(&mut self) {
         let ended = std::mem::take(&mut self.programs.ended);
@@ -608,7 +611,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         if !offloaded.fetches {
-            // Another connection's message, which was not allowed.
+            // The slot is another session's connection, whose message was not allowed.
             return;
         }
         fence(Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! What the NIC has room for: the agent's commands that take of it, and `os_resource`.
+//! The NIC's free room: accounting of the agent's commands that take some, and `os_resource`.
 
 use super::Worker;
 use crate::custody::{Refusal, Slot};
@@ -9,12 +9,12 @@ use baton_recovery::pages_of;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
 
-/// Whether this worker has the rings to the agent of a NIC. The host's TCP has those to its NIC.
+/// Whether this worker has the rings to the agent. (The rings of the host's TCP go to its NIC.)
 pub(super) fn serves_agent<H, W>(worker: &Worker<H, W>) -> bool {
     worker.lender.is_none() && worker.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front())
 }
 
-/// Counts what a command takes. Returns whether the announcement that it names allows it.
+/// Counts the resources that a command takes. Returns whether the announcement that it names allows it.
 pub(super) fn admits<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &Message) -> bool {
     let (cid, named) = (message.cid, message.length as u16);
     if worker.lender.is_some() || cid.slot() as usize >= worker.connections.slots.len() {
@@ -45,21 +45,21 @@ pub(super) fn refuse<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &
     advertise(worker, false);
 }
 
-/// Removes a connection from its slot, which is free then.
+/// Removes a connection from its slot, and frees the slot.
 pub(super) fn free_slot<H: Device, W: Device>(worker: &mut Worker<H, W>, cid: Cid) -> Option<Slot> {
     let slot = worker.remove_slot(cid)?;
     worker.resources.charges.end(cid.slot());
     Some(slot)
 }
 
-/// Notes that a slot holds nothing, if that is so, after a command for it was refused.
+/// Uncharges a slot if it is empty, after a command for it was refused.
 pub(super) fn uncharge_unless_occupied<H, W>(worker: &Worker<H, W>, cid: Cid) {
     if matches!(worker.connections.slots.get(cid.slot() as usize), Some(None)) {
         worker.resources.charges.end(cid.slot());
     }
 }
 
-/// `os_resource`: announces to the agent what there is room for, as far as that has changed, or all of it.
+/// `os_resource`: announces the free room to the agent: the resources whose room has changed, or all.
 pub(super) fn advertise<H: Device, W: Device>(worker: &mut Worker<H, W>, all: bool) {
     for announcement in worker.resources.announcements(all) {
         worker.counters.add(Counter::Announcements, 1);

@@ -35,7 +35,7 @@ const PASSED: [Counter; Test::COUNT] = [
     Counter::PassedNoData,
 ];
 
-/// What a worker has for the frames that go to the kernel. Times are in microseconds.
+/// A worker's state for the frames that go to the kernel. Times are in microseconds.
 pub(super) struct ToKernel<H> {
     /// The kernel's interface.
     pub device: H,
@@ -65,7 +65,7 @@ impl<H: Device> ToKernel<H> {
         delivery::transmit(frame, &mut self.device, counters);
     }
 
-    /// Sends the frames of a connection, which is not aggregated any more, and all others that wait for delivery.
+    /// Ends a connection's aggregate, and sends its frames and all others that wait for delivery.
     pub fn flush_connection(&mut self, key: &FlowKey, counters: &Counters, now: u64) {
         let ToKernel { device, lro, delivery, .. } = self;
         lro.flush(key, now, &mut |frame| delivery.deliver(frame, device, counters, now));
@@ -85,7 +85,7 @@ impl<H: Device> ToKernel<H> {
         lro.set(settings, now, &mut |frame| delivery.deliver(frame, device, counters, now));
         delivery.flush(device, counters, now);
         delivery.set(moderation);
-        // Nothing else is due in large receive that is off.
+        // While large receive is off it has no timers, so its counters are published here.
         self.publish(counters);
     }
 

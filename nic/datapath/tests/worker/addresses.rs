@@ -1,5 +1,5 @@
-//! A worker with addresses of its own: it probes, answers in the kernel's place, passes what is not about them, and
-//! leaves the next worker on its memory what it needs to go on.
+//! A worker with addresses of its own: it probes for them, answers in the kernel's place, passes other frames on, and
+//! leaves the state in NIC memory with which the next worker continues.
 
 use baton_abi::layout::{Counter, nic};
 use baton_abi::{AddressEntry, AddressState, Control, Message, Operation};
@@ -41,7 +41,7 @@ impl Stage {
         Stage { worker, far, kernel, memory, now }
     }
 
-    /// Lets 20 ms pass, as a NIC's thread does that sleeps until something is due. Returns what was sent to the wire.
+    /// Lets 20 ms pass, polling at each time-out as a NIC's thread does. Returns the frames that were sent to the wire.
     fn pass(&mut self) -> Vec<Vec<u8>> {
         let (end, mut sent) = (self.now.0 + 20_000, Vec::new());
         while self.now.0 < end {
@@ -53,7 +53,7 @@ impl Stage {
         sent
     }
 
-    /// What the kernel gets of a frame from the wire, and what is sent to the wire for it.
+    /// The frames that the kernel gets, and those that are sent to the wire, for a frame from the wire.
     fn receive(&mut self, bytes: &[u8]) -> [Vec<Vec<u8>>; 2] {
         let mut frame = Frame::with_capacity(MAX_FRAME);
         frame.fill(bytes);
@@ -71,7 +71,7 @@ impl Stage {
         (0..nic::MOST_ADDRESSES).map(read).collect()
     }
 
-    /// How often the agent was told that an address has changed.
+    /// How many times the agent was notified that an address has changed.
     fn reports(&self) -> usize {
         let mut events = Consumer::new(self.memory.ring(nic::EVENTS));
         let messages = std::iter::from_fn(|| events.pop().inspect(|_| events.release())).filter_map(Message::from_words);
@@ -144,7 +144,7 @@ fn the_next_worker_announces_what_the_last_one_used() {
     assert_eq!(sent.len(), 4);
     assert!(sent.contains(&Arp::announcement(OURS, V4).emit().to_vec()) && !sent.contains(&Arp::probe(OURS, V4).emit().to_vec()));
     assert!(next.entries()[..2].iter().all(|entry| (entry.probes, entry.announcements) == (3, 4)), "its counters go on");
-    // Without addresses everything is the kernel's.
+    // Without addresses all frames go to the kernel.
     let none = AddressSettings { mac: OURS, addresses: Vec::new(), between_probes: 1000, seed: 7 };
     next.worker.set_addresses(&none, next.now);
     let question = Arp::probe(THEIRS, V4).emit().to_vec();

@@ -1,4 +1,4 @@
-//! Frames that are received ahead are processed as others are.
+//! Frames that are received ahead are processed exactly as others.
 
 use super::stage::{Stage, flow};
 use baton_abi::Message;
@@ -7,7 +7,7 @@ use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Flags, TcpOptions};
 use proptest::prelude::*;
 
-/// A segment for one of the two connections, or for one that the NIC does not have.
+/// A segment for one of the two connections, or for a connection that the NIC does not have.
 #[derive(Clone, Copy, Debug)]
 struct Arriving {
     of: u32,
@@ -30,7 +30,7 @@ fn arriving() -> impl Strategy<Value = Arriving> {
     })
 }
 
-/// All that leaves a worker to which these batches of segments come.
+/// All frames, events and messages that leave a worker which receives these batches of segments.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Left {
     wire: Vec<Vec<u8>>,
@@ -54,7 +54,7 @@ fn run(batches: &[Vec<Arriving>], quick_ack: bool, many: u64) -> Left {
             stage.frame.set_length(MAX_HEADER + arriving.length);
             let headers = template.emit(&header, arriving.length, stage.frame.bytes_mut());
             stage.frame.set_length(headers + arriving.length);
-            // One that is not verified has a wrong checksum.
+            // A segment that the device has not verified has a wrong checksum.
             stage.frame.checksum = if arriving.verified { Checksum::Verified } else { Checksum::Unknown };
             stage.far.transmit(&mut stage.frame);
             if arriving.verified && arriving.ahead == 0 {

@@ -1,4 +1,4 @@
-//! Whatever numbers a program gives, a round's work is bounded, and its connection can go back to the kernel.
+//! A round's work is bounded, and a program's connection can be restored, even if the program writes hostile numbers.
 
 use crate::stage::{BUFFER, FRAME, SLOTS, Stage};
 use baton_abi::layout::{Counter, RING_MESSAGES, block, datagrams as page, nic, scratch, session};
@@ -20,13 +20,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The attacker's connection, and where its program's words lie.
+/// The attacker's connection, and the offsets of its program's words.
 const CID: Cid = Cid::new(1, 1);
 const SEND: u32 = session::HEAP as u32 + BUFFER;
 const RINGS: Place = Place { base: session::HEAP as u32 + 2 * BUFFER, receive: 4096, send: 4096 };
 const SOCKET: u32 = 3;
 
-/// Messages that the attacker's ring holds; datagrams and segments that one of them can bring about at once.
+/// Most datagrams and segments that the messages in the attacker's ring can cause at once.
 const MOST_AT_ONCE: u64 = 2 * RING_MESSAGES as u64;
 
 impl Stage {
@@ -35,7 +35,7 @@ impl Stage {
         counters.iter().map(|counter| word(*counter).load(Ordering::Relaxed)).sum()
     }
 
-    /// What a round may do for programs, as the counters have it.
+    /// A round's work for programs, from the counters.
     fn work(&self) -> u64 {
         use Counter::{BadMessages, DatagramsDropped, DatagramsReceived, DatagramsSent, HostSent, WireSent};
         use Counter::{ProgramControl, ProgramPost, ProgramRecvd, ProgramSend};
@@ -117,7 +117,7 @@ fn keep_alive_numbers_that_linux_refuses_are_refused() {
     assert!((100..=130).contains(&probes), "{probes} probes, then it ends");
 }
 
-/// The agent ends a connection that its socket has lost: its peer is reset, its program gets ECONNABORTED, the agent is
+/// The agent ends a connection whose socket has lost it: the peer is reset, the program gets ECONNABORTED, the agent is
 /// notified.
 #[test]
 fn a_connection_that_its_socket_has_lost_is_reset() {
@@ -150,7 +150,7 @@ fn a_connection_that_its_socket_has_lost_is_reset() {
     stage.victim_goes_on(700);
 }
 
-/// A wire to which three frames come for each that is taken, as on another processor they can.
+/// A wire on which three frames arrive for each that is taken, as a sender on another processor can do.
 struct Endless {
     taken: Rc<Cell<u64>>,
     tells: bool,
@@ -177,8 +177,8 @@ impl Device for Endless {
     }
 }
 
-/// Before the NIC gives connections up it receives what waits on the wire: not what comes meanwhile, and not again for
-/// each of them.
+/// Before the NIC gives connections up it receives the frames that wait on the wire: once for all of them, and without
+/// those that arrive meanwhile.
 #[test]
 fn many_connections_are_given_up_in_a_round_although_frames_go_on_coming() {
     for tells in [true, false] {
@@ -218,7 +218,7 @@ enum Step {
     Pause(u32),
 }
 
-/// Numbers at which something wraps, ends, or is one too many.
+/// Numbers at and next to limits and wrap-arounds.
 fn numbers() -> impl Strategy<Value = u32> {
     prop_oneof![
         Just(0u32),
@@ -278,7 +278,7 @@ impl Stage {
                     5 => (RINGS.base as usize, RINGS.bytes() as usize / 8),
                     _ => (session::block(0) + block::QUEUED_SEQ & !7, 1),
                 };
-                // A ring's index that is one too many ends the session, so most of them are not.
+                // A ring's index that is too large ends the session, so most values here are not.
                 let value = if place == 0 && at % 8 != 0 { value & 7 } else { value };
                 self.programs[1].memory.words(base, words)[usize::from(at) % words].store(value, Ordering::SeqCst);
             }

@@ -1,4 +1,4 @@
-//! Messages are counted by kind: each that a ring has held, once, those too that are run together.
+//! Messages are counted by kind: each message of a ring once, also if several are run together.
 
 use crate::stage::{BUFFER, Stage};
 use baton_abi::layout::{COUNTERS, Counter, nic, session};

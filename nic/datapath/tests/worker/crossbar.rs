@@ -1,5 +1,5 @@
-//! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its
-//! segments out of order, and offloaded connections go on wherever they are.
+//! Several workers, polled in any order. Whatever changes of the indirection table happen at whatever time, no
+//! connection gets its segments out of order, and offloaded connections continue at any worker.
 
 use crate::drawn::Random;
 use baton_abi::layout::{Counter, block, nic, scratch, session, slot};
@@ -329,7 +329,7 @@ impl Bed {
     }
 }
 
-/// Everything goes on while the table changes again and again.
+/// All connections continue while the table changes again and again.
 fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     let mut bed = Bed::new(workers, card, seed);
     let mut tables = HashMap::new();
@@ -365,7 +365,7 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     assert_eq!(bed.acked[..SLOTS], bed.queued[..SLOTS]);
     assert_eq!(bed.count(Counter::Connections), u64::from(OFFLOADED));
     assert!(bed.count(Counter::Buckets) > 500, "{} buckets moved", bed.count(Counter::Buckets));
-    // The connections are restored from whichever worker they are at.
+    // The connections are restored, each from the worker that owns it at that time.
     bed.ending = true;
     for of in 0..OFFLOADED {
         bed.command(Message::new(Operation::NicRestore, Cid::new(of, 1), 0, 0));

@@ -1,5 +1,5 @@
-//! UDP sockets on the NIC: what comes from the wire goes to the socket that is to have it, what a program sends leaves
-//! with the socket's address and nobody else's, and no program's memory harms another or the NIC.
+//! UDP sockets on the NIC: datagrams from the wire go to the right socket, a program's datagrams leave with its
+//! socket's address only, and a program's memory cannot harm another program or the NIC.
 
 use baton_abi::layout::{Counter, datagrams as page, nic, session};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -33,7 +33,7 @@ struct Bed {
     far: MemoryDevice,
     kernel: MemoryDevice,
     nic_memory: Arc<Region>,
-    /// Of each of two programs, each with a socket of its number.
+    /// The memory of two programs, each with one socket.
     memory: Vec<Arc<Region>>,
     commands: Vec<Producer<RingWords>>,
     frame: Frame,
@@ -179,12 +179,12 @@ fn what_is_sent_has_the_sockets_address() {
     assert_eq!(bed.on_wire(), None);
 }
 
-/// Datagrams in a ring that are looked at when a socket ends, and those of all sockets in one round.
+/// Most datagrams that are sent when a socket ends, and most of all sockets in one round.
 const AT_END: u64 = 8192;
 const A_ROUND: u64 = 512;
 
-/// A wire at which a program fills its ring again for each datagram that leaves, as one on another processor can, so
-/// many times.
+/// A wire at which, for a number of times, a program refills its ring for each datagram that leaves, as a program on
+/// another processor can.
 struct Refilling {
     memory: Arc<Region>,
     left: Arc<AtomicU64>,
@@ -210,7 +210,7 @@ impl Device for Refilling {
     }
 }
 
-/// A program may fill its ring for as long as the NIC empties it.
+/// A program fills its ring as long as the NIC empties it.
 #[test]
 fn a_socket_ends_although_its_program_goes_on_filling_its_ring() {
     const FILLED: u64 = 20 * AT_END;
@@ -248,7 +248,7 @@ fn many_sockets_do_not_hold_up_a_round() {
     bed.worker.poll(bed.now);
     let dropped = bed.count(Counter::DatagramsDropped) - before;
     assert!((1..=A_ROUND).contains(&dropped), "{dropped} datagrams in a round");
-    // Another program's datagrams have their turn: it is each socket's once.
+    // Another program's datagrams get their turn, since each socket has one turn.
     let mut writer = Writer::new(&bed.memory[1], &PLACE, Direction::Send, 1 << 14).unwrap();
     assert!(writer.push(&peer(), [&b"goes on"[..]].into_iter()));
     bed.announce(1, 1);

@@ -1,4 +1,4 @@
-//! When a program is woken, and what is sent for one that waits for each of its messages to be taken.
+//! When a program is woken, and how messages are sent of a program that waits for each to be taken.
 
 use crate::stage::{BUFFER, Stage};
 use baton_abi::layout::{COUNTERS, Counter, block, nic, session};
@@ -270,7 +270,7 @@ fn messages_of_a_stream_leave_together() {
     assert_eq!(waits.send(1000), [100], "what comes as late is no stream");
 }
 
-/// A message after data from the peer is likely to be an answer or the next request, and does not wait.
+/// A message after data from the peer is probably an answer or the next request, and does not wait.
 #[test]
 fn an_answer_does_not_wait() {
     let mut waits = Waits::new();

@@ -1,4 +1,4 @@
-//! What the tests draw at random, and how often.
+//! Random numbers for tests, and the number of random cases.
 
 use proptest::prelude::ProptestConfig;
 

@@ -30,7 +30,7 @@ fn flow() -> Flow {
     Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 }
 }
 
-/// The worker, with a program and an agent that do what they are asked for.
+/// The worker, with a cooperative program and agent.
 struct Nic {
     worker: Worker<MemoryDevice, MemoryDevice>,
     kernel: MemoryDevice,
@@ -144,7 +144,7 @@ impl Nic {
         self.program.publish();
     }
 
-    /// The program has closed the connection, after it has read everything.
+    /// Closes the connection in the program's name, after it has read all bytes.
     fn close(&mut self, cid: Cid, first: u32) {
         self.command(Control::Close, cid, first.wrapping_add(self.received.len() as u32));
     }
@@ -375,7 +375,7 @@ fn header(seq: u32, ack: u32, flags: Flags, options: &TcpOptions) -> Header<'_> 
     Header { seq, ack, flags, window: 500, options, ecn: 0, ident: 0 }
 }
 
-/// A client that comes before the listener has slots is answered by the kernel, at once. Later, when all slots are
+/// A client whose SYN comes before the listener has slots is answered by the kernel, at once. Later, when all slots are
 /// taken, it is answered when it sends its SYN again, as by Linux.
 #[test]
 fn clients_that_come_before_the_first_slot_are_the_kernels() {
@@ -542,7 +542,7 @@ fn both_open_at_once() {
     pair.exchange(cid);
 }
 
-/// Data that nobody will read resets the peer.
+/// Data that can no longer be read resets the peer.
 #[test]
 fn data_behind_a_close_is_refused() {
     for before in [true, false] {

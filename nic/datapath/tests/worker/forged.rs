@@ -1,5 +1,5 @@
-//! Segments that somebody else sends with a connection's 4-tuple while its frames are held: half of all sequence
-//! numbers come before the next one, and half of all acknowledgements before the oldest byte in flight.
+//! Forged segments with a connection's 4-tuple that arrive while its frames are held: half of all sequence numbers look
+//! old, and half of all acknowledgements look like old ones.
 
 use crate::stage::{Stage, flow};
 use baton_abi::layout::{nic, slot};
@@ -17,7 +17,7 @@ const FAR: u32 = 1 << 30;
 /// How far the segments' sequence numbers and acknowledgements lie behind the peer's next ones.
 const FORGED: [(u32, u32); 3] = [(FAR, FAR), (FAR, 0), (LENGTH as u32, FAR)];
 
-/// Sends a segment with old data to the victim, whose timestamp lies far ahead of the peer's.
+/// Sends the victim a segment with old data and a timestamp far ahead of the peer's.
 fn forge(stage: &mut Stage, (behind, acked): (u32, u32)) {
     let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
     let options = TcpOptions { timestamps: Some((FAR, 1)), ..TcpOptions::default() };
@@ -32,7 +32,7 @@ fn forge(stage: &mut Stage, (behind, acked): (u32, u32)) {
     stage.worker.poll(stage.now);
 }
 
-/// A timestamp that PAWS took from it would refuse the peer's next segment.
+/// If PAWS took the timestamp from the forged segment, it would refuse the peer's next one.
 #[test]
 fn a_forged_segment_that_comes_during_an_offload_stops_nothing() {
     for forged in FORGED {

@@ -1,4 +1,4 @@
-//! Frames that have waited because of a filter's limit go where they would have gone at once.
+//! Frames that were delayed by a filter's limit take the same path as others afterwards.
 
 use baton_abi::layout::{Counter, nic, session};
 use baton_backends::memory_pair;

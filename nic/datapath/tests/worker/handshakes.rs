@@ -1,5 +1,4 @@
-//! Handshakes with a listener's clients that are not as they should be: segments of others, and more of them than are
-//! remembered.
+//! Irregular handshakes with a listener's clients: forged segments, and more handshakes than are remembered.
 
 use baton_abi::layout::{Counter, nic, pulse, scratch};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -197,9 +196,9 @@ fn slots_that_were_granted_before_the_start_count_from_the_first_frame_on() {
     }
 }
 
-/// A client that an earlier NIC has answered goes on while the accept queue is full: the kernel, which would reset it,
-/// gets none of its segments, and the first slot makes its connection. What a connection of the kernel's with the same
-/// addresses and ports acknowledges is the kernel's meanwhile.
+/// A client that an earlier NIC has answered continues while the accept queue is full: the kernel, which would reset
+/// it, gets none of its segments, and the first free slot makes its connection. Meanwhile acknowledgements of a
+/// connection of the kernel's with the same addresses and ports go to the kernel.
 #[test]
 fn a_client_of_an_earlier_nic_waits_until_the_queue_has_room() {
     let none = TcpOptions::default();
@@ -223,8 +222,8 @@ fn a_client_of_an_earlier_nic_waits_until_the_queue_has_room() {
     assert_eq!(image.srtt, 0, "when it was answered is not known");
 }
 
-/// Clients send to a server that accepts nobody: of each the NIC holds what its window lets it send, and not what comes
-/// beside that, however much it is.
+/// Clients send to a server that accepts no connection: for each the NIC holds the bytes that the window allows, and
+/// nothing beyond that.
 #[test]
 fn a_client_that_nobody_accepts_fills_no_memory() {
     const MSS: usize = 1448;
@@ -249,8 +248,8 @@ fn a_client_that_nobody_accepts_fills_no_memory() {
     assert!(dropped(&bed) > 1000, "{} of 2000 were dropped", dropped(&bed));
 }
 
-/// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
-/// more; also where the SYN-ACK was not remembered (RFC 4987 section 3.6).
+/// A connection has exactly the options of its SYN-ACK, whatever the client's acknowledgement asks for; also if the
+/// SYN-ACK was not remembered (RFC 4987 section 3.6).
 #[test]
 fn a_connection_has_what_its_syn_ack_said() {
     for flooded in [false, true] {

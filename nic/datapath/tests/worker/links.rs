@@ -1,4 +1,4 @@
-//! Connections with the same addresses and ports that their devices tell apart.
+//! Connections with the same addresses and ports, which are told apart by their devices.
 
 use super::stage::{BUFFER, Stage};
 use baton_abi::layout::{nic, session, slot};
@@ -67,13 +67,13 @@ fn a_frame_is_its_devices_connections() {
                 next[of] += 100;
             }
             assert_ne!(next[0], next[1], "the two differ");
-            // One that comes before its turn goes another way through the worker.
+            // A segment out of order takes another path through the worker.
             stage.send_of(flow.by(4), next[1] + 100, 1, &[200; 100]);
             stage.acknowledged();
             assert_eq!((stage.received(1, next[1] + 100), stage.received(0, next[1] + 100) == 200), (200, false));
             stage.send_of(flow.by(4), next[1], 1, &[199; 100]);
             assert_eq!(stage.acknowledged().last(), Some(&(next[1] + 200)));
-            // And one by another device is neither's.
+            // A segment by a third device belongs to neither.
             stage.send_of(flow.by(5), next[0], 1, &[201; 100]);
             assert!(stage.acknowledged().is_empty());
             assert!((0..2).all(|of| stage.received(of, next[0]) != 201));
@@ -118,7 +118,7 @@ fn connections_that_no_device_tells_apart_are_refused() {
     }
 }
 
-/// A router's message that packets are too big concerns the connection by whose device it came.
+/// A router's message that packets are too big concerns the connection whose device it came by.
 #[test]
 fn an_icmp_message_is_about_its_devices_connection() {
     let [_, flow] = flows();
