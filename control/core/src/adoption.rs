@@ -1,21 +1,22 @@
-//! What the next agent does with a connection that the journal tells of.
+//! What the next agent does with a connection that it finds in the journal of the last one.
 
 use baton_moves::{Move, Phase};
 
-/// How it goes on.
+/// How such a connection continues.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Adopted {
     /// Its move.
     pub machine: Move,
-    /// Its bytes are in session memory, which is kept for it: also while the kernel is getting its socket back, since
-    /// that may need them once more.
+    /// Its bytes are in session memory, which is kept for it. So it is while the kernel is getting the connection back,
+    /// since a repeated import needs the bytes again.
     pub keeps_memory: bool,
-    /// Its move goes on at once. Otherwise it is recovered with all that its NIC had.
+    /// Its move continues at once. Otherwise it is recovered together with all connections of its NIC.
     pub at_once: bool,
 }
 
 impl Adopted {
-    /// A connection at this phase of the journal. `fin_acknowledged`: our FIN is, by the image in its slot.
+    /// How a connection at this phase of the journal continues. `fin_acknowledged`: by the image in its slot the peer
+    /// has acknowledged our FIN.
     pub fn at(phase: Phase, fin_acknowledged: bool) -> Adopted {
         Adopted {
             machine: Move::adopted(phase, phase == Phase::Sending && fin_acknowledged),
@@ -32,7 +33,7 @@ mod tests {
     use alloc::vec::Vec;
     use baton_moves::{Action, Event, Outcome};
 
-    /// Performs what an event brings about, and notes it.
+    /// Performs the actions that follow from an event, and records them.
     fn drive(machine: &mut Move, event: Event, done: &mut Vec<Action>) {
         let mut next = machine.on(event, 0);
         while let Some(action) = next {

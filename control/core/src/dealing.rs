@@ -1,4 +1,4 @@
-//! Which device belongs to which NIC, where an agent has several.
+//! The assignment of devices to NICs, for an agent with several NICs.
 
 use alloc::collections::BTreeMap;
 use alloc::string::String;
@@ -30,9 +30,9 @@ impl Dealing {
         self.nics < 2
     }
 
-    /// Deals the devices that NICs can serve, by index, and forgets those that do not exist any more. `named` are the
-    /// indices of those with a name, where they exist. A device keeps its NIC for as long as it exists; each new one
-    /// without a name goes to the NIC with the fewest.
+    /// Assigns the devices that NICs can serve (`usable`, by index), and forgets devices that do not exist any more.
+    /// `named` has the index of each device with a name, if it exists. A device keeps its NIC for as long as it exists;
+    /// each new one without a name goes to the NIC with the fewest.
     pub fn deal(&mut self, named: &[Option<u32>], existing: &[u32], usable: &[u32]) {
         self.nic_of.retain(|device, _| existing.contains(device));
         for (at, device) in named.iter().enumerate() {
@@ -48,7 +48,7 @@ impl Dealing {
         }
     }
 
-    /// Number of a device's NIC. None if it was not dealt: the loopback device never is.
+    /// Number of a device's NIC. None if the device is not assigned: the loopback device never is.
     pub fn nic_of(&self, device: u32) -> Option<usize> {
         if self.is_trivial() { Some(0) } else { self.nic_of.get(&device).copied() }
     }

@@ -1,60 +1,60 @@
-//! What follows the end of a move, and which moves begin although nobody asks for them then.
+//! What the agent does after the end of a move, and which moves it begins without a request.
 
 use crate::stage::Stage;
 use baton_moves::{Conclusion, Refusal};
 use baton_supervision::{LONGEST_RETRY, Retry};
 
-/// Microseconds after which a connection that has to leave the NIC, and has not, is restored again.
+/// Microseconds after which a restore is tried again for a connection that has to leave the NIC and is still there.
 const AGAIN: u64 = 1_000;
 
-/// Microseconds after which a connection that had to leave the NIC, although a move there was requested, is offloaded
-/// again; and most time between two looks at one that is put off.
+/// Microseconds after which a connection that had to leave the NIC, although it was requested to be there, is offloaded
+/// again; and the longest time between two checks of a connection that is put off.
 pub const LATER: u64 = 1_000_000;
 
-/// Microseconds after which a connection is offloaded again that has left a NIC for another one: the kernel may have to
-/// find the link address of the next hop.
+/// Microseconds after which a connection that has left a NIC for another one is offloaded again: the kernel may have to
+/// resolve the link address of the next hop first.
 const ONWARD: u64 = 20_000;
 
-/// A connection, as far as it counts for its next move.
+/// The properties of a connection that decide about its next move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Standing {
     /// Where it is.
     pub stage: Stage,
-    /// It may go to the NIC although nobody asks for that now.
+    /// It may go to the NIC without a request.
     pub wanted: bool,
     /// It has to leave the NIC.
     pub must_return: bool,
-    /// Its program did not leave an operation in time lately.
+    /// At its last move its program did not leave an operation in time.
     pub put_off: bool,
-    /// It is an attacher's, which moves it when it is asked to.
+    /// It belongs to an attacher, which moves it when it is asked to.
     pub attached: bool,
     /// It has left a NIC because its route leads elsewhere, and may go to another NIC.
     pub onward: bool,
 }
 
-/// What follows the end of a move.
+/// What the agent does after the end of a move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
-    /// Nothing, or something else that has to happen first.
+    /// Nothing, or something else has to happen first.
     Nothing,
-    /// It is on the NIC: refusals before do not count any more.
+    /// The connection is on the NIC: earlier refusals do not count any more.
     Arrived,
-    /// It has left the NIC, as it had to: refusals before do not count any more. If it is wanted there, it is looked at
-    /// again after so many microseconds.
+    /// The connection has left the NIC, as it had to: earlier refusals do not count any more. If it is wanted there, it
+    /// is checked again after so many microseconds.
     Returned(Option<u64>),
-    /// Its socket has the connection no more: the NIC gives that up.
+    /// The socket has lost the connection: the NIC resets and drops it.
     Cut,
-    /// It goes to the NIC again as soon as the NIC's crash loop lets it.
+    /// It goes to the NIC again as soon as the crash-loop protection allows it.
     WhenLet,
-    /// It is looked at again after so many microseconds.
+    /// It is checked again after so many microseconds.
     Again(u64),
     /// It is tried again after a pause that doubles with each refusal, up to so many microseconds.
     Retry(u64),
 }
 
 impl Next {
-    /// Notes it in the connection's tries. Returns the microseconds after which the connection is looked at again, if
-    /// it is. `wait`: for how many the NIC's crash loop keeps it away, if it does.
+    /// Records this in the connection's `retry`. Returns the microseconds after which the connection is checked again,
+    /// or None. `wait`: microseconds for which the crash-loop protection keeps the connection off the NIC, if it does.
     pub fn after(self, retry: &mut Retry, wait: Option<u64>) -> Option<u64> {
         if matches!(self, Next::Arrived | Next::Returned(_)) {
             retry.clear();
@@ -69,10 +69,10 @@ impl Next {
     }
 }
 
-/// What follows a move that has ended like this, for a connection that stands so now.
+/// What the agent does after a move with this conclusion, for a connection with these properties.
 pub fn follow(conclusion: &Conclusion, connection: &Standing) -> Next {
     let Standing { stage, wanted, .. } = *connection;
-    // Not after a growth: what asked for the restore begins it when the growth has ended.
+    // Not after a growth: the restore that was requested meanwhile begins when the growth has ended.
     if connection.must_return && *conclusion != Conclusion::Grown {
         return match stage {
             Stage::Nic => Next::Again(AGAIN),
@@ -83,15 +83,16 @@ pub fn follow(conclusion: &Conclusion, connection: &Standing) -> Next {
     match conclusion {
         Conclusion::Moved if stage == Stage::Nic => Next::Arrived,
         Conclusion::Recovered if wanted => Next::WhenLet,
-        // Sooner than the next poll, which would find the same.
+        // At once, instead of after the next poll, which would find the same.
         Conclusion::Stays(refusal) if refusal.is_of_lost_socket() && stage == Stage::Nic => Next::Cut,
-        // An attacher's program stands still: its move is not queued until the devices are attached.
+        // An attacher stops its program for a move, so its move does not wait for the devices to be attached, but is
+        // tried again later.
         Conclusion::Stays(Refusal::Attaching) if wanted && connection.attached && stage == Stage::Kernel => {
             Next::Retry(LONGEST_RETRY)
         }
         Conclusion::Stays(_) if cfg!(feature = "sabotage-lose-retry") => Next::Nothing,
         Conclusion::Stays(refusal) if wanted && cannot_go(conclusion, stage) && !refusal.is_for_good() => {
-            // It may pass with the connection's next packet, or as soon as a process lets others look.
+            // The reason may go away with the connection's next packet, or as soon as a process can be examined.
             let passes = matches!(refusal, Refusal::Unproved | Refusal::Unsearched);
             Next::Retry(if passes { LATER } else { LONGEST_RETRY })
         }
@@ -99,16 +100,16 @@ pub fn follow(conclusion: &Conclusion, connection: &Standing) -> Next {
     }
 }
 
-/// Whether a connection in the kernel cannot go to a NIC for another reason than that this is full, that it is not hot
-/// enough, or that something is being found out, for which it waits elsewhere. It is tried again later, ever more
-/// rarely, if that can pass.
+/// Whether a connection in the kernel cannot go to a NIC for a reason of its own: not because the NIC is full, the
+/// connection is not hot enough, or an answer is awaited, which are handled elsewhere. If the reason can go away, the
+/// connection is tried again later, at growing intervals.
 pub fn cannot_go(conclusion: &Conclusion, stage: Stage) -> bool {
     let Conclusion::Stays(refusal) = conclusion else { return false };
     let waits = matches!(refusal, Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold);
     stage == Stage::Kernel && !waits && !refusal.is_overtaken()
 }
 
-/// A move that nobody asks for now.
+/// A move without a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unasked {
     /// To the NIC.
@@ -117,8 +118,8 @@ pub enum Unasked {
     Restore,
 }
 
-/// The move that takes a connection to where it is not and should be, if there is one. `flips`: its group moves
-/// connections at random. One whose program was inside an operation for too long the last time stays.
+/// The move, if any, that takes a connection to the place where it should be. `flips`: its group moves connections at
+/// random. None for a connection whose program was inside an operation for too long at the last move.
 pub fn unasked(connection: &Standing, flips: bool) -> Option<Unasked> {
     let put_off = connection.put_off && !connection.attached;
     match connection.stage {
@@ -203,7 +204,8 @@ mod tests {
         assert_eq!(follow(&Conclusion::Lost(Refusal::NicGone, true), &KERNEL), Next::Nothing);
     }
 
-    /// Who cannot go for another reason is tried again like any other, and waits for no room meanwhile.
+    /// A connection that cannot go for a reason of its own is tried again, and does not wait for room on the NIC
+    /// meanwhile.
     #[test]
     fn who_cannot_go_does_not_wait_for_room() {
         let cannot = |refusal| cannot_go(&stays(refusal), Stage::Kernel);

@@ -1,18 +1,19 @@
 //! What the agent decides, without I/O, clock or randomness: times are arguments, in microseconds of a clock that does
 //! not run back. The agent performs it on sockets, memory and NICs; the simulator runs the same code on its models.
 //!
-//! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
-//! before and after a move:
+//! A connection's move is a machine of its own (`baton-moves`). This crate decides about all connections together, and
+//! what happens before and after a move:
 //!
 //! | | |
 //! |---|---|
-//! | in which order moves go on, and what is due when | [`UnderWay`], [`Suggestions`], [`Timers`] |
-//! | what follows the end of a move; which begin unasked | [`follow`](fn@follow), [`unasked`] |
+//! | in which order moves continue, and which timers are due | [`UnderWay`], [`Suggestions`], [`Timers`] |
+//! | what follows the end of a move; moves without a request | [`follow`](fn@follow), [`unasked`] |
 //! | what is done with a connection that is needed in the kernel | [`settle`](fn@settle) |
-//! | what a NIC says; whether it hangs; the steps after its death | [`Notice`], [`Watch`], [`Recovery`] |
-//! | what the next agent does with what the last one left | [`Adopted`] |
-//! | who gets which slot of a NIC; what each user may have | [`FreeSlots`], [`Gate`], [`Placement`], [`Users`] |
-//! | how long somebody is waited for | [`Pause`], [`Refused`], [`Share`] |
+//! | events of a NIC; whether it hangs; the steps after its death | [`Notice`], [`Watch`], [`Recovery`] |
+//! | how the next agent continues the last one's connections | [`Adopted`] |
+//! | which connection gets which slot of a NIC; limits for each user | [`FreeSlots`], [`Gate`], [`Placement`],
+//! [`Users`] |
+//! | pauses and limits of waiting | [`Pause`], [`Refused`], [`Share`] |
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -52,5 +53,5 @@ pub use under_way::{LOOK, UnderWay};
 pub use users::{Limits, Taken, Users};
 pub use watch::{PACE, Watch};
 
-/// Names a connection: session, number, and serial number, since session and number are reused.
+/// Identifies a connection: session, number, and serial number, since session and number are reused.
 pub type Key = (u32, u32, u64);

@@ -1,22 +1,22 @@
-//! What a NIC says by itself, beside its answers to commands.
+//! The events of a NIC that are not answers to commands.
 
 use baton_abi::{Control, Message, Operation, RestoreCause};
 
-/// Why a connection is restored whose frames would go another way now.
+/// The reason for restoring a connection whose frames would take another route now.
 pub const ELSEWHERE: &str = "its route has changed";
 
-/// What it says, of the connection that the message is about unless something else is named.
+/// An event, about the message's connection unless another subject is named.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Notice {
     /// The command ring of the session with this number makes no sense.
     CutOff(u32),
-    /// It has opened the connection, as it was asked to.
+    /// The NIC has opened the connection, as requested.
     Opened,
-    /// It cannot be opened; the error's number.
+    /// The connection could not be opened; the error number.
     NotOpened(u32),
-    /// It does not open it: the kernel may.
+    /// The NIC refuses to open it: the kernel may.
     OpensNone,
-    /// It has made it.
+    /// The NIC has made the connection.
     Made {
         /// Number of the listener.
         listener: u32,
@@ -31,27 +31,27 @@ pub enum Notice {
     Leaves {
         /// The reason.
         why: &'static str,
-        /// It stays there.
+        /// It stays in the kernel afterwards.
         for_good: bool,
     },
     /// The connection has ended.
     Ended,
-    /// It could use more memory: bytes of receive and of send memory, 0 for no more.
+    /// The connection could use more memory: wanted bytes of receive and of send memory, 0 for no change.
     Larger(u32, u32),
 }
 
 impl Notice {
-    /// What a message says. None if it is an answer, or unknown.
+    /// The event in a message. None if it is an answer, or unknown.
     pub fn of(message: &Message) -> Option<Notice> {
         let leaves = |why, for_good| Some(Notice::Leaves { why, for_good });
         match message.operation {
             Operation::OsRestore if message.address == RestoreCause::Urgent as u32 => leaves("urgent data from its peer", false),
-            // It is not tried again: its slot is for others.
+            // For good: the slot is for other connections.
             Operation::OsRestore if message.address == RestoreCause::PeerFin as u32 => leaves("its peer has sent its FIN", true),
             Operation::OsRestore => leaves("its peer has ended it", false),
             Operation::OsControl => match Control::from_number(message.kind)? {
                 Control::Detach => Some(Notice::CutOff(message.address)),
-                // Without a listener it is one that a program opens.
+                // Without a listener it is a connection that a program opens.
                 Control::Made if message.address == 0 => Some(Notice::Opened),
                 Control::Made => Some(Notice::Made { listener: message.address, by_cookie: message.length != 0 }),
                 Control::NotMade => Some(Notice::NotOpened(message.address)),
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(control(Control::Refused, 1, Control::Connect as u32), Some(Notice::OpensNone));
     }
 
-    /// Answers to commands, and what no NIC says.
+    /// Answers to commands, and messages that no NIC sends.
     #[test]
     fn nothing_else_is_a_notice() {
         assert_eq!(control(Control::Done, 0, Control::Mirror as u32), None);

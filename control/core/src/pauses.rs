@@ -1,11 +1,11 @@
-//! How long somebody is waited for who does not do what the agent has asked, before that is tried again.
+//! Pauses before the agent repeats a request that an attacher or the kernel has not carried out.
 
 /// First and longest pause before an attacher that does not read its messages is sent them again, in microseconds. It
 /// doubles while the attacher reads nothing.
 const FIRST_PAUSE: u64 = 1_000;
 const LONGEST_PAUSE: u64 = 200_000;
 
-/// Tries to send something to an attacher.
+/// The next try to send messages to an attacher.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pause {
     due: u64,
@@ -23,21 +23,21 @@ impl Pause {
         self.due
     }
 
-    /// A try has been made at `now`. `reads`: the attacher has read something.
+    /// Records a try at `now`. `reads`: the attacher has read something since the last one.
     pub fn tried(&mut self, reads: bool, now: u64) {
         self.pause = if reads { FIRST_PAUSE } else { (2 * self.pause).min(LONGEST_PAUSE) };
         self.due = now + self.pause;
     }
 }
 
-/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any
-/// more: the connection is lost then. Shortest and longest pause in between. All in microseconds.
+/// How long an import that the kernel refuses is repeated before the connection counts as lost; the second limit is for
+/// a connection whose program has ended. Then the shortest and longest pause between two tries. All in microseconds.
 const LIMIT: u64 = 60_000_000;
 const LIMIT_WITHOUT_PROGRAM: u64 = 2_000_000;
 const SHORTEST: u64 = 1_000;
 const LONGEST: u64 = 200_000;
 
-/// A kernel that has refused to take a connection back.
+/// A connection whose import the kernel has refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Refused {
     since: u64,
@@ -45,15 +45,15 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// It has refused it at `now`, after it has `before`. None: it is not asked again. `waits`: a program waits for the
-    /// connection.
+    /// Records a refusal at `now`, after earlier ones `before`. None: the import is not tried again. `waits`: a program
+    /// waits for the connection.
     pub fn again(before: Option<Refused>, waits: bool, now: u64) -> Option<Refused> {
         let since = before.map_or(now, |before| before.since);
         let (lasts, limit) = (now.saturating_sub(since), if waits { LIMIT } else { LIMIT_WITHOUT_PROGRAM });
         (lasts < limit).then_some(Refused { since, again_at: now + lasts.clamp(SHORTEST, LONGEST) })
     }
 
-    /// Whether it is not to be asked again yet.
+    /// Whether it is too early for the next try.
     pub fn is_recent(self, now: u64) -> bool {
         now < self.again_at
     }

@@ -1,7 +1,7 @@
-//! Which connections a NIC has that is full, and those that have to be hot enough to be on one. Without limits, and as
-//! long as there is room, whatever else is wanted on the NIC goes there at once. From the first refusal on, until
-//! nobody waits for room any more, only those go that are chosen here. One that has to be hot goes only when it is
-//! chosen.
+//! Chooses which connections are on a NIC that is full, and which of those that have to be hot enough. As long as the
+//! NIC has room, a connection that is wanted there and need not be hot goes there at once. From the first refusal on,
+//! until no connection waits for room any more, only connections that are chosen here go. A connection that has to be
+//! hot goes only when it is chosen.
 
 use crate::Key;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -9,32 +9,32 @@ use alloc::vec::Vec;
 use baton_policy::{Choice, Demand, Heat, Sample};
 use baton_supervision::LONGEST_RETRY;
 
-/// Shortest time between two looks, in microseconds, and how many times as long as a look it is at least: looking takes
-/// at most a hundredth of a processor.
+/// Shortest time between two looks, in microseconds, and the least ratio of that time to the duration of a look: so
+/// looks take at most a hundredth of a processor.
 const BETWEEN: u64 = 500_000;
 const PART: u64 = 100;
 
-/// Microseconds from the first refusal to the first look, since many connections may come at once; and to the second
-/// one, which knows how much each carries.
+/// Microseconds from the first refusal to the first look, since many connections may arrive at once; and from there to
+/// the second look, which knows the traffic of each.
 const FIRST: u64 = 10_000;
 const SECOND: u64 = 250_000;
 
-/// Microseconds for which a connection whose turn it is may go to the NIC: an attacher stops its program first. One
-/// that has not come has its next turn that long after the last one, then after twice as long, and so on.
+/// Microseconds of a connection's turn, in which it may go to the NIC: an attacher has to stop its program first. A
+/// connection that has not come gets its next turn that long after the last one, then after twice as long, and so on.
 const TURN: u64 = 1_000_000;
 
-/// Microseconds after which a connection that was to leave the NIC, and has not, counts as one that stays: its attacher
-/// does not act, say.
+/// Microseconds after which a connection that was to leave the NIC and has not counts as one that stays, for example
+/// because its attacher does not act.
 const SLOW: u64 = 2_000_000;
 
-/// Who may take a slot of a NIC.
+/// Decides which connections may take a slot of a NIC.
 #[derive(Default)]
 pub struct Gate {
-    /// Serial numbers of those that were chosen.
+    /// Serial numbers of the chosen connections.
     chosen: BTreeSet<u64>,
-    /// Some wait for room: only the chosen may.
+    /// Connections wait for room, so only chosen ones may take a slot.
     full: bool,
-    /// Those that were refused, and whether they have to be hot enough.
+    /// Connections that were refused, and whether they have to be hot enough.
     refused: Vec<(Key, bool)>,
 }
 
@@ -44,92 +44,93 @@ impl Gate {
         self.chosen.contains(&key.2) || !self.full && !by_heat
     }
 
-    /// Notes that a connection may not, or found no room.
+    /// Records that a connection was not admitted, or found no room.
     pub fn refuse(&mut self, key: Key, by_heat: bool) {
         self.refused.push((key, by_heat));
     }
 
-    /// Takes over who found no room at the last NIC, and has not been taken up.
+    /// Takes over the refused connections of the NIC's predecessor that were not handled yet.
     pub fn inherit(&mut self, last: &mut Gate) {
         self.refused.append(&mut last.refused);
     }
 }
 
-/// Makes all other NICs forget the connections that NIC `nic` has refused since the last look. A request or a changed
-/// route leads these to `nic` alone: if another NIC chose one, it would go to `nic` all the same, and the room on the
-/// other would stay unused.
+/// Makes all other NICs forget the connections that NIC `nic` has refused since the last look. Because of a request or
+/// a changed route these can go to `nic` only: if another NIC chose one of them, it would still go to `nic`, and the
+/// other NIC's room would stay unused.
 pub fn wait_for_one(placements: &mut [Placement], nic: usize, gate: &Gate) {
     for (_, placement) in placements.iter_mut().enumerate().filter(|(other, _)| *other != nic) {
         gate.refused.iter().for_each(|(key, _)| placement.forget(key.2));
     }
 }
 
-/// What is found at a look, beside what connections carry.
+/// The state at a look, beside the connections' traffic.
 #[derive(Clone, Copy, Default)]
 pub struct Scene {
-    /// Some wait for room that are wanted on the NIC whatever they carry, or do so soon.
+    /// Connections that need not be hot wait for room, or soon will.
     pub anybody_waits: bool,
-    /// Some that have to be hot enough are on the NIC, or on their way there or from there.
+    /// Connections that have to be hot are on the NIC, or moving to or from it.
     pub by_heat: bool,
 }
 
-/// The turns of a connection that has not come to the NIC since: its attacher does not act, say, or its program does
-/// not leave an operation. Each may have cost another connection its place, so they become ever rarer.
+/// The turns of a connection that has not come to the NIC in them, for example because its attacher does not act, or
+/// its program does not leave an operation. Each turn may have cost another connection its place, so the turns become
+/// ever rarer.
 #[derive(Clone, Copy, Default)]
 struct Turns {
     /// When the last one began.
     last: u64,
     /// How many there were.
     count: u8,
-    /// Its attacher was asked for it. The NIC has promised it nothing until that acts.
+    /// Its attacher was asked to move it. No room is reserved until the attacher acts.
     asked: bool,
 }
 
 impl Turns {
     fn begin(&mut self, now: u64) {
-        // As many as the longest pause needs.
+        // The count stops where the pause has reached its maximum.
         (self.last, self.count, self.asked) = (now, self.count.saturating_add(1).min(8), false);
     }
 
-    /// Whether the last one goes on.
+    /// Whether the last turn is still running.
     fn goes_on(&self, now: u64) -> bool {
         now < self.last.saturating_add(TURN)
     }
 
-    /// Microseconds from the last one to the next one.
+    /// Microseconds from the beginning of the last turn to the next.
     fn pause(&self) -> u64 {
         (TURN << self.count.saturating_sub(1)).min(LONGEST_RETRY)
     }
 
-    /// Whether there may be another one.
+    /// Whether the next turn may begin.
     fn may_begin(&self, now: u64) -> bool {
         now >= self.last.saturating_add(self.pause())
     }
 
-    /// Whether the last one was so long ago that it does not count any more.
+    /// Whether the last turn was so long ago that it does not count any more.
     fn is_old(&self, now: u64) -> bool {
         now >= self.last.saturating_add(2 * LONGEST_RETRY)
     }
 }
 
-/// What is known of one NIC's connections while it is full, or while some have to be hot enough.
+/// The state of one NIC's connections while it is full, or while some have to be hot enough.
 #[derive(Default)]
 pub struct Placement {
     heat: Heat,
     /// Connections that are wanted on the NIC and wait for room, or until they are hot enough, by serial number.
     waiting: BTreeMap<u64, Key>,
-    /// Those that are to go there as soon as there is room, the hottest first.
+    /// Chosen connections that go there as soon as there is room, the hottest first.
     coming: VecDeque<Key>,
-    /// Of those that had their turn and are not there, by serial number.
+    /// By serial number, the turns of connections that had one and are not on the NIC.
     turns: BTreeMap<u64, Turns>,
-    /// Since when those that are on the NIC are to leave it, by serial number.
+    /// By serial number, since when a connection on the NIC is to leave it.
     leaving: BTreeMap<u64, u64>,
-    /// When to look.
+    /// Time of the next look.
     due: Option<u64>,
 }
 
 impl Placement {
-    /// Takes up who found no room. Returns whether it is time to look.
+    /// Takes over the connections that the gate has refused. Returns whether a look is due.
     pub fn is_due(&mut self, gate: &mut Gate, now: u64) -> bool {
         for (key, by_heat) in core::mem::take(&mut gate.refused) {
             self.waiting.insert(key.2, key);
@@ -145,24 +146,24 @@ impl Placement {
         self.due
     }
 
-    /// Has it look now: its NIC's limits have changed, say.
+    /// Makes the next look due at once, for example since the NIC's limits have changed.
     pub fn look_now(&mut self) {
         self.due = Some(0);
     }
 
-    /// Those that wait, or do so soon: they are on their way from the NIC. Not those that have had their turn just now.
+    /// Connections that wait, or will wait when they have left the NIC. Without those that have just had their turn.
     pub fn waiting(&self, now: u64) -> Vec<Key> {
         let may_come = |serial: &u64| self.turns.get(serial).is_none_or(|turns| turns.may_begin(now));
         self.waiting.iter().filter(|(serial, _)| may_come(serial)).map(|(_, key)| *key).collect()
     }
 
-    /// Notes that a connection is on the NIC, and is not to leave it.
+    /// Records that a connection is on the NIC and stays there.
     pub fn has_come(&mut self, serial: u64) {
         self.turns.remove(&serial);
         self.leaving.remove(&serial);
     }
 
-    /// Notes which connections are to leave the NIC, for others or for any other reason, and are still there.
+    /// Records which connections are to leave the NIC, for whatever reason, and are still there.
     pub fn note_still_leaving(&mut self, serials: &[u64], now: u64) {
         let before = core::mem::take(&mut self.leaving);
         self.leaving = serials.iter().map(|serial| (*serial, before.get(serial).copied().unwrap_or(now))).collect();
@@ -178,7 +179,7 @@ impl Placement {
         self.waiting.contains_key(&serial)
     }
 
-    /// Notes that a connection leaves the NIC: it waits from then on.
+    /// Records that a connection leaves the NIC: from now on it waits.
     pub fn note_leaving(&mut self, key: Key, now: u64) {
         self.waiting.insert(key.2, key);
         self.leaving.insert(key.2, now);
@@ -189,10 +190,10 @@ impl Placement {
         self.waiting.remove(&serial);
     }
 
-    /// Decides what is to be moved, given all connections that the NIC has and those that wait and still may come,
-    /// which the samples name by their serial numbers.
+    /// Decides which connections to move. The samples are of all connections on the NIC and of those that wait and may
+    /// still come, by serial number.
     pub fn look(&mut self, gate: &mut Gate, samples: &[Sample], scene: Scene, demand: Demand, began: u64) -> Choice {
-        // Whoever was chosen and is still here is chosen anew, or is not.
+        // Earlier choices that have not come yet are decided again.
         self.coming.clear();
         let between = if self.heat.is_new() { SECOND } else { BETWEEN };
         let choice = self.heat.choose(began, samples, demand);
@@ -210,13 +211,13 @@ impl Placement {
         choice
     }
 
-    /// Notes that the look which began then has ended.
+    /// Records that the look that began at `began` has ended.
     pub fn looked(&mut self, began: u64, now: u64) {
         self.due = self.due.map(|due| now + due.saturating_sub(began).max(PART * now.saturating_sub(began)));
     }
 
-    /// Those that attachers were asked for, and that may still come in their turn. Not counted for each one that is to
-    /// come: there may be very many.
+    /// Number of connections that attachers were asked to move and that may still come in their turn. Counted once for
+    /// all that wait, since there may be very many.
     pub fn asked(&self, now: u64) -> u32 {
         if self.coming.is_empty() {
             return 0;
@@ -224,14 +225,14 @@ impl Placement {
         self.turns.values().filter(|turns| turns.asked && turns.goes_on(now)).count() as u32
     }
 
-    /// The next connection that is to go to the NIC, if that has room: its turn begins.
+    /// The next connection that is to go to the NIC, if the NIC has room: its turn begins.
     pub fn next(&mut self, has_room: bool, now: u64) -> Option<Key> {
         if !has_room {
             return None;
         }
         let key = loop {
             let key = self.coming.pop_front()?;
-            // Since the look it may have been told to wait for another NIC.
+            // Since the look it may have been assigned to wait for another NIC.
             if self.has(key.2) {
                 break key;
             }
@@ -240,7 +241,7 @@ impl Placement {
         Some(key)
     }
 
-    /// Notes that a connection's attacher is asked for it in its turn.
+    /// Records that a connection's attacher was asked to move it in its turn.
     pub fn note_asked(&mut self, serial: u64) {
         if let Some(turns) = self.turns.get_mut(&serial) {
             turns.asked = true;
@@ -289,8 +290,8 @@ mod tests {
         assert_eq!(waiting, [(1, 1, 7), (1, 2, 8)]);
     }
 
-    /// Two connections that wait for the first NIC are asked for by the second one, which is full, too. The first one's
-    /// room is for whoever waits for it, and for anybody once nobody does.
+    /// Two connections that wait for the first NIC come to wait for the second NIC, which is full, too. The first NIC's
+    /// room then goes to connections that wait for it, and to any connection once none waits.
     #[test]
     fn whoever_waits_for_another_nic_takes_no_room_here() {
         let (mut placements, mut gates) = ([Placement::default(), Placement::default()], [Gate::default(), Gate::default()]);
@@ -354,7 +355,8 @@ mod tests {
         }
     }
 
-    /// The attacher of the hottest one does not act: others have the room then, and it is asked ever more rarely.
+    /// The attacher of the hottest connection does not act: other connections get the room, and the attacher is asked
+    /// at growing intervals.
     #[test]
     fn who_does_not_come_leaves_the_room_to_others() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());
@@ -388,7 +390,8 @@ mod tests {
         assert_eq!(placement.waiting(120_000_000).len(), 2);
     }
 
-    /// Those that attachers are asked for take room when they come: no more are asked for than there is room.
+    /// Connections that attachers were asked to move will take room when they come: no more are asked for than there is
+    /// room.
     #[test]
     fn no_more_are_asked_for_than_have_room() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());
@@ -432,8 +435,8 @@ mod tests {
         assert_eq!(slow(&placement, 9 + SLOW), [false, true]);
     }
 
-    /// One that has to be hot waits for that, and keeps nobody else from coming. It is looked at for as long as it is
-    /// on the NIC, too.
+    /// A connection that has to be hot waits until it is, and does not keep others from coming. It is also checked
+    /// while it is on the NIC.
     #[test]
     fn what_has_to_be_hot_comes_when_it_is() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());

@@ -2,27 +2,27 @@
 
 use baton_moves::Event;
 
-/// A step of it. The connections that the NIC had, or was about to get, are driven by events; what they do then is
-/// their moves' affair.
+/// A step of the recovery. The connections that the NIC had, or was about to get, are driven by events; their moves
+/// decide what each does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Recovery {
-    /// The NIC is ended: nothing of it goes on.
+    /// The NIC's processes are ended.
     EndNic,
-    /// Each connection learns that it has died, and keeps its program out.
+    /// Each connection gets the event that the NIC has died, and keeps its program out.
     TellDeath,
-    /// What programs have queued for it is dropped: their blocks say the same.
+    /// The programs' queued commands are dropped, since their blocks have the same information.
     ForgetCommands,
     /// The next NIC starts. No frame flows yet.
     StartNic,
     /// Each connection has the next NIC hold its frames.
     TellStart,
-    /// That has been answered for all: from here on no frame of theirs meets the kernel.
+    /// The next NIC has confirmed that for all: from here on none of their frames reaches the kernel.
     AwaitAnswers,
-    /// What the kernel has sent of them meanwhile is dropped.
+    /// Frames that the kernel has sent for them meanwhile are dropped.
     DropStaleFrames,
     /// Frames flow, those of other connections too.
     LetFramesFlow,
-    /// Each connection goes on to the kernel.
+    /// Each connection continues to the kernel.
     TellFlow,
 }
 
@@ -37,7 +37,7 @@ impl Recovery {
         }
     };
 
-    /// What happens to each connection in this step.
+    /// The event that each connection gets in this step.
     pub fn event(self) -> Option<Event> {
         match self {
             Recovery::TellDeath => Some(Event::NicDied),
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
     use baton_moves::{Move, Outcome, Step};
 
-    /// A connection of a NIC that has died is in the kernel when the last step is made, and waits for each before.
+    /// A connection of a NIC that has died waits for each of the steps, and is in the kernel after the last one.
     #[test]
     fn a_connection_goes_to_the_kernel_in_these_steps() {
         let mut machine = Move::resting_at(Step::Nic);

@@ -1,40 +1,41 @@
-//! What is done with a connection that somebody needs in the kernel: its program closes it, say, or calls for what only
-//! the kernel can do.
+//! What is done with a connection that is needed in the kernel: for example because its program closes it, or makes a
+//! call that only the kernel can serve.
 
 use crate::stage::Stage;
 
 /// Attempts to restore a connection for an operation that only the kernel can do.
 pub const ATTEMPTS: u8 = 2;
 
-/// What is done first.
+/// The next thing to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Settle {
     /// The operation: the connection is in the kernel, has ended, or could not be restored.
     Operate,
-    /// What its program has not read of a connection that has ended is given up; then the operation.
+    /// The unread bytes of a connection that has ended are given up; then the operation.
     GiveUpUnread,
-    /// Nothing: when the move has ended that is under way it is settled again.
+    /// Nothing now: this is decided again when the move in progress has ended.
     Wait,
-    /// Its move to the NIC is called off; it is settled again when that has ended.
+    /// The move to the NIC is called off; this is decided again when it has ended.
     CallOff,
-    /// It is restored, in one attempt more; it is settled again when that has ended.
+    /// The connection is restored, as one more attempt; this is decided again when that has ended.
     Restore {
-        /// It does not stay on the NIC if its program does not leave it in time.
+        /// The restore continues even if the program does not leave the connection in time.
         forced: bool,
     },
 }
 
-/// What is done with a connection at this stage, after so many attempts to restore it. None: there is no connection any
-/// more. `ends`: it has ended on the NIC, which has not answered yet. `forgets`: its program has closed it.
+/// What is done with a connection at this stage, after so many attempts to restore it. `stage` is None if the
+/// connection no longer exists. `ends`: it has ended on the NIC, which has not answered yet. `forgets`: its program has
+/// closed it.
 pub fn settle(stage: Option<Stage>, ends: bool, forgets: bool, attempts: u8) -> Settle {
     match stage {
         None | Some(Stage::Kernel) => Settle::Operate,
         Some(Stage::Offloading) => Settle::CallOff,
-        // Its program may still read what it had received.
+        // The program may still read the received bytes.
         Some(Stage::Ended) if !forgets => Settle::Operate,
         Some(Stage::Ended) => Settle::GiveUpUnread,
         Some(Stage::Nic) if attempts < ATTEMPTS => Settle::Restore { forced: forgets },
-        // What is asked for then can be done: its program keeps what it has received.
+        // Wait for the NIC's answer: then the request can be served, and the program keeps the received bytes.
         Some(Stage::Nic) if ends => Settle::Wait,
         Some(Stage::Nic) => Settle::Operate,
     }

@@ -1,18 +1,18 @@
-//! What the agent may use of a processor for moves that nobody needs.
+//! The agent's limit of processor time for moves at random.
 
-/// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which
-/// need the rest.
+/// The agent may use one part in this many of a processor for moves at random. It runs before programs, which need the
+/// rest.
 const PART: u64 = 5;
 
-/// Microseconds of a processor that it may save up while it does nothing.
+/// Most microseconds of processor time that it may save up while it is idle.
 const MOST_SAVED: i64 = 5_000;
 
-/// The agent's share of a processor for moves at random. What it does otherwise is counted, too, and always done.
+/// The agent's share of a processor for moves at random. Its other work is counted, too, but never put off.
 #[derive(Default, Debug)]
 pub struct Share {
-    /// Microseconds of processor time that are left; below 0: that were used too much.
+    /// Microseconds of processor time that are left; negative if too many were used.
     saved: i64,
-    /// The last look: time, and processor time used by then, in microseconds.
+    /// The last check: time, and processor time used by then, in microseconds.
     looked: (u64, u64),
 }
 
@@ -26,7 +26,7 @@ impl Share {
         self.left()
     }
 
-    /// The same, as of the last look.
+    /// As [`Share::wait`], as of the last check.
     pub fn left(&self) -> u64 {
         self.saved.min(0).unsigned_abs() * PART
     }
@@ -40,7 +40,7 @@ mod tests {
     fn moves_at_random_leave_programs_most_of_a_processor() {
         let mut share = Share::default();
         assert_eq!(share.wait(1_000_000, 0), 0, "it has saved some");
-        // A round of moves that take a millisecond each, one after another, whenever it may.
+        // Moves of a millisecond each, one after another, whenever one may begin.
         let (mut now, mut used, mut made) = (1_000_000, 0, 0);
         while now < 3_000_000 {
             match share.wait(now, used) {

@@ -3,8 +3,8 @@
 use alloc::collections::BTreeMap;
 use baton_abi::Cid;
 
-/// Slots without a connection, with the cids of their next ones: no cid is used twice. The memory of slots that never
-/// had a connection is not touched; these are the last ones, and are taken when there are no others.
+/// Slots without a connection, with the cids of their next ones: no cid is used twice. Slots that never had a
+/// connection come last, and are taken when there are no others, so that their memory stays untouched.
 #[derive(Default, Debug)]
 pub struct FreeSlots {
     /// Number of their NIC.
@@ -47,7 +47,7 @@ impl FreeSlots {
         next
     }
 
-    /// Removes a slot, because a connection has it already.
+    /// Removes a slot that a connection has already.
     pub fn withhold(&mut self, cid: Cid) {
         self.cids.remove(&cid.slot());
     }

@@ -1,4 +1,4 @@
-//! Where a connection is, as far as requests are concerned.
+//! Where a connection is, as requests distinguish it.
 
 use baton_moves::{Goal, Step};
 

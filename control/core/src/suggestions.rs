@@ -1,5 +1,5 @@
-//! Moves to the NIC that programs have suggested: made when the agent has nothing better to do, or when they have
-//! waited for long.
+//! Moves to the NIC that programs have suggested. They are made when the agent is idle, or when they have waited for a
+//! long time.
 
 use alloc::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use alloc::collections::VecDeque;
 const IDLE: u64 = 200;
 const OVERDUE: u64 = 10_000;
 
-/// Suggested moves, by names of their connections, the oldest first.
+/// Suggested moves, by keys of their connections, the oldest first.
 #[derive(Default, Debug)]
 pub struct Suggestions<K> {
     /// Each with the time of its suggestion.
@@ -32,8 +32,8 @@ impl<K> Suggestions<K> {
         self.requested = now;
     }
 
-    /// Takes the next move that is to be made at `now`, in a round that began at `begun`: while requests keep coming,
-    /// one that is overdue in each round.
+    /// Takes the next move to make at `now`, in a round that began at `begun`. While requests keep coming, that is one
+    /// overdue move per round.
     pub fn take(&mut self, begun: u64, now: u64) -> Option<K> {
         let (_, since) = self.queue.front()?;
         let idle = now.saturating_sub(self.requested) >= IDLE;
@@ -59,7 +59,7 @@ mod tests {
         assert!(suggestions.take(now, now).is_none() && suggestions.is_empty());
     }
 
-    /// However many requests come, each suggested move is made at last.
+    /// Each suggested move is made in the end, however many requests come.
     #[test]
     fn an_overdue_suggestion_is_made_in_each_round() {
         let mut suggestions = Suggestions::default();

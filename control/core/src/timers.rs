@@ -1,11 +1,10 @@
-//! What is due when.
+//! A queue of times at which something is due.
 
 use alloc::collections::BinaryHeap;
 use core::cmp::Reverse;
 
-/// Names of things, such as connections, each with the time at which something is to be done with it. A name may be in
-/// it several times. Nothing is removed before its time: whoever takes a name checks whether there is anything to do
-/// still.
+/// Keys, for example of connections, each with a time at which it is due. A key may be in it several times. No entry is
+/// removed before its time: the caller that takes a key checks whether there is still anything to do.
 #[derive(Clone, Debug)]
 pub struct Timers<K>(BinaryHeap<Reverse<(u64, K)>>);
 
@@ -16,12 +15,12 @@ impl<K: Ord> Default for Timers<K> {
 }
 
 impl<K: Ord> Timers<K> {
-    /// Has `key` come up at this time.
+    /// Adds `key`, due at this time.
     pub fn add(&mut self, at: u64, key: K) {
         self.0.push(Reverse((at, key)));
     }
 
-    /// Takes the first that has come up by `now`, with the time that it was added for.
+    /// Takes the first key that is due at `now`, with its time.
     pub fn take(&mut self, now: u64) -> Option<(u64, K)> {
         if !self.is_due(now) {
             return None;
@@ -34,7 +33,7 @@ impl<K: Ord> Timers<K> {
         self.due().is_some_and(|at| at <= now)
     }
 
-    /// When the first comes up.
+    /// When the first key is due.
     pub fn due(&self) -> Option<u64> {
         self.0.peek().map(|Reverse((at, _))| *at)
     }

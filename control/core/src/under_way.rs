@@ -1,30 +1,31 @@
-//! Moves that have begun and wait for something, in the order in which they are looked at.
+//! Moves that have begun and are waiting, in the order in which they are checked.
 
 use alloc::collections::VecDeque;
 
-/// Time between two looks at a move that goes on soon, in microseconds.
+/// Time between two checks of a move that will continue soon, in microseconds.
 pub const LOOK: u64 = 100;
 
-/// Time between two looks at a move that is held up, in microseconds: its program may be stopped, or never say that it
-/// has left.
+/// Time between two checks of a move that is held up, in microseconds: its program may be stopped, or never leave its
+/// operation.
 const SELDOM: u64 = 10_000;
 
-/// Moves that wait, by names of their connections that are never used twice, each in one of two queues.
+/// Moves that wait, by keys of their connections that are never reused, each in one of two queues.
 #[derive(Default, Debug)]
 pub struct UnderWay<K> {
-    /// Those that go on soon.
+    /// Moves that will continue soon.
     moves: VecDeque<K>,
-    /// Those that are held up by their programs, each with the time of the next look.
+    /// Moves that are held up by their programs, each with the time of its next check.
     held_up: VecDeque<(u64, K)>,
-    /// The next look is at one of those, if one is due.
+    /// Whether the next check is of a held-up move, if one is due.
     turns: bool,
-    /// How many of each queue are to be looked at in this round still: those that were there, and due, when it began.
+    /// How many moves of each queue are still to be checked in this round: those that were there, and due, when it
+    /// began.
     left: usize,
     left_held_up: usize,
 }
 
 impl<K: Copy> UnderWay<K> {
-    /// Adds a move that has been looked at now.
+    /// Adds a move that was just checked.
     pub fn add(&mut self, key: K, is_held_up: bool, now: u64) {
         if is_held_up {
             self.held_up.push_back((now + SELDOM, key));
@@ -33,8 +34,8 @@ impl<K: Copy> UnderWay<K> {
         }
     }
 
-    /// Begins a round, in which each move that is to be looked at now is looked at once. One that is added again during
-    /// the round waits for the next, however many others are looked at meanwhile.
+    /// Begins a round, in which each move that is due is checked once. A move that is added again during the round
+    /// waits for the next one.
     pub fn begin_round(&mut self, now: u64) {
         if cfg!(feature = "sabotage-lose-move") {
             self.moves.pop_back();
@@ -43,8 +44,8 @@ impl<K: Copy> UnderWay<K> {
         self.left_held_up = self.held_up.iter().take_while(|(due, _)| *due <= now).count();
     }
 
-    /// Takes the next move that is to be looked at in this round: from both queues in turn, so that however many are
-    /// held up, they do not hold up others.
+    /// Takes the next move to check in this round, from both queues in turn, so that many held-up moves do not delay
+    /// the others.
     pub fn take(&mut self) -> Option<K> {
         self.turns = !self.turns;
         if self.left_held_up > 0 && (self.turns || self.left == 0) {
@@ -60,12 +61,12 @@ impl<K: Copy> UnderWay<K> {
         self.moves.len()
     }
 
-    /// When a move that is held up is looked at next.
+    /// When the next held-up move is checked.
     pub fn due(&self) -> Option<u64> {
         self.held_up.front().map(|(due, _)| *due)
     }
 
-    /// Those that go on soon.
+    /// Moves that will continue soon.
     pub fn soon(&self) -> impl Iterator<Item = K> {
         self.moves.iter().copied()
     }
@@ -103,7 +104,7 @@ mod tests {
         assert_eq!(under_way.keys().collect::<Vec<_>>(), [(1, 1, 2)]);
     }
 
-    /// A thousand moves that are held up do not make the one beside them be looked at hundreds of times in a round.
+    /// Beside a thousand held-up moves another move is still checked only once per round.
     #[test]
     fn each_move_is_looked_at_once_in_a_round() {
         let mut under_way = UnderWay::<Key>::default();

@@ -1,5 +1,5 @@
-//! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are
-//! not limited: they can end the agent, and raise its limits.
+//! Limits on each user's share of an agent's resources, so that no user can take all of them. Root and the agent's own
+//! user are not limited: they can end the agent, and raise its limits.
 
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -31,14 +31,14 @@ const TOOLS: u32 = 64;
 /// A request whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
-/// As many as come with one message are kept free as well by an agent that may have more than these: those for which
-/// the table has no room are closed by the kernel, in the loop.
+/// An agent that may have more descriptors than this also keeps as many free as can come with one message: the kernel
+/// would close those for which the table has no room, in the agent's loop.
 const ENOUGH: u64 = 1024;
 
-/// Descriptors of the agent's that something of a user's takes, counted until it is dropped.
+/// Descriptors of the agent that an object of a user's takes, counted until this is dropped.
 #[derive(Debug, Default)]
 pub struct Taken {
-    /// What the user has of them altogether.
+    /// The user's count of all of them.
     all: Arc<AtomicU64>,
     count: u64,
 }
@@ -64,7 +64,7 @@ impl Drop for Taken {
     }
 }
 
-/// What a user has.
+/// A user's present use.
 #[derive(Debug, Default)]
 struct Has {
     /// Control connections.
@@ -81,7 +81,7 @@ impl Has {
     }
 }
 
-/// What users have now.
+/// The present use of all users.
 #[derive(Debug)]
 pub struct Users {
     limits: Limits,
@@ -96,8 +96,8 @@ pub struct Users {
 }
 
 impl Users {
-    /// Nobody has anything of the agent of user `own`, with so many NICs, which may have so many descriptors. At most
-    /// `with_message` come with one message.
+    /// No user uses anything yet. The agent's user is `own`; it has so many NICs, and may have so many descriptors, of
+    /// which at most `with_message` come with one message.
     pub fn new(limits: Limits, own: u32, nics: usize, (descriptors, with_message): (u64, u64)) -> Users {
         let reserve = RESERVE + if descriptors > ENOUGH { with_message } else { 0 };
         Users { limits, own, descriptors, reserve, of_session: 2 + nics as u64, have: BTreeMap::new() }
@@ -119,17 +119,17 @@ impl Users {
         user == 0 || user == self.own
     }
 
-    /// Counts descriptors that the agent needs for something of a user's, until the result is dropped.
+    /// Counts descriptors that the agent needs for an object of a user's, until the result is dropped.
     pub fn take(&mut self, user: u32, count: u64) -> Taken {
         let mut taken = Taken { all: self.have.entry(user).or_default().taken.clone(), count: 0 };
         taken.add(count);
         taken
     }
 
-    /// Refuses a descriptor for something of a user's while the agent has so many `left`. A user may have as many as
-    /// are left for all others. So the first one gets half of all, the next one half of the rest, and some are always
-    /// free for another user. Control connections are counted apart, so that a user who has its share can still list
-    /// its connections.
+    /// Checks whether a user may get one more descriptor while the agent has so many `left`. A user may have as many as
+    /// are left for all others: so the first user gets at most half of all, the next one half of the rest, and some are
+    /// always free for another user. Control connections are counted separately, so that a user at the limit can still
+    /// list its connections.
     ///
     /// # Errors
     /// If the user has its share.
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(users.descriptors_left(7, 0), Ok(2 * ENOUGH - 7 - RESERVE - 253));
     }
 
-    /// Sessions count as what they take, and so do control connections by themselves.
+    /// Sessions count with all their descriptors, and control connections are counted separately.
     #[test]
     fn sessions_and_control_connections_have_a_share() {
         let mut users = Users::of_others(Limits::default());

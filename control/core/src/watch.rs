@@ -1,23 +1,23 @@
-//! The watch over NICs: when they are looked at, which is to be ended since it hangs, and how long connections keep
-//! away from one that dies again and again.
+//! The supervision of NICs: when they are checked, which one hangs and is to be ended, and how long connections stay
+//! away from a NIC that dies again and again.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use baton_supervision::{Cause, CrashLoop, LATE, Limits, Sample, Verdict, Watchdog};
 
-/// Microseconds between two looks while there are sessions, and without.
+/// Microseconds between two checks while there are sessions, and while there are none.
 pub const PACE: u64 = 50_000;
 const SLOW_PACE: u64 = 1_000_000;
 
 /// The NIC with one number, and those before it.
 #[derive(Debug, Default)]
 struct Watched {
-    /// Of its processes, by number: the NIC itself, and its host's TCP.
+    /// By process number, a watchdog for each of its processes: the NIC itself, and its host's TCP.
     watchdogs: BTreeMap<u32, Watchdog>,
-    /// How often earlier NICs with this number were starved; and how often they, or this one, hung.
+    /// How many times earlier NICs with this number were starved; and how many times they or this one hung.
     starved: u64,
     hung: u64,
-    /// Why it hangs.
+    /// Why it hangs, if it does.
     cause: Option<Cause>,
     crash_loop: CrashLoop,
 }
@@ -26,9 +26,9 @@ struct Watched {
 #[derive(Debug)]
 pub struct Watch {
     of_nics: Vec<Watched>,
-    /// When they are looked at next, microseconds; 0 before the first look.
+    /// Time of the next check, microseconds; 0 before the first one.
     due: u64,
-    /// Up to this time, in microseconds, missed time has been returned.
+    /// Up to this time, in microseconds, missed time was returned.
     missed_until: u64,
 }
 
@@ -49,7 +49,7 @@ impl Watch {
         (now >= self.due).then(|| core::mem::replace(&mut self.due, now + pace))
     }
 
-    /// Takes in the sample of a process of a NIC. Returns why the NIC is to be ended, if it is.
+    /// Evaluates the sample of a process of a NIC. Returns why the NIC is to be ended, if it is.
     pub fn judge(&mut self, nic: usize, process: u32, sample: &Sample) -> Option<Cause> {
         let watched = &mut self.of_nics[nic];
         let watchdog = watched.watchdogs.entry(process).or_insert_with(|| Watchdog::new(Limits::OF_NIC));
@@ -71,16 +71,16 @@ impl Watch {
         self.of_nics[nic] = Watched { starved, hung, crash_loop, ..Watched::default() };
     }
 
-    /// The present NIC with this number has died at `now`. `by_itself`: unless it hung, nobody has killed it;
-    /// `present`: the connections that it had, or was about to get. Returns the one of which it dies, if that is
-    /// certain now.
+    /// The present NIC with this number has died at `now`. `by_itself`: it was not killed from outside (ignored if it
+    /// hung); `present`: the connections that it had, or was about to get. Returns the connection that makes it die, if
+    /// that is certain now.
     pub fn died(&mut self, nic: usize, now: u64, by_itself: bool, present: impl IntoIterator<Item = u64>) -> Option<u64> {
         let Watched { cause, crash_loop, .. } = &mut self.of_nics[nic];
         crash_loop.died(now, cause.map_or(by_itself, Cause::is_its_own), present)
     }
 
-    /// The connection was on NIC `nic` when that died. Returns for how many microseconds it must not go back there.
-    /// None: it may, and is counted as having gone.
+    /// For a connection that was on NIC `nic` when that died: returns for how many microseconds it must not go back
+    /// there. None: it may, and counts as having gone back.
     pub fn keeps_away(&mut self, nic: usize, connection: u64, now: u64) -> Option<u64> {
         self.of_nics[nic].crash_loop.ask(connection, now).map(|until| until - now)
     }
@@ -96,9 +96,9 @@ impl Watch {
         self.of_nics[nic].watchdogs.values().any(|watchdog| watchdog.is_excused(now, period))
     }
 
-    /// Microseconds that the agent is overdue with its next look at `now`, because it was stopped or got no processor:
-    /// its NICs may not have run either. The first 50 ms are not counted. Each microsecond is returned by one call
-    /// only.
+    /// Microseconds by which the agent is late with its next check at `now`, because it was stopped or got no
+    /// processor: then its NICs may not have run either. The first 50 ms are not counted. Each microsecond is returned
+    /// by one call only.
     pub fn take_missed(&mut self, now: u64) -> u64 {
         let from = self.missed_until.max(self.due.saturating_add(LATE));
         if self.due == 0 || now <= from || cfg!(feature = "sabotage-impatient-agent") {
@@ -174,11 +174,12 @@ mod tests {
         assert_eq!([0, 1].map(|nic| watch.cause(nic)), [None, Some(Cause::Stopped)]);
         watch.started(1);
         assert_eq!((watch.cause(1), watch.counts(1), watch.counts(0)), (None, (0, 1), (0, 0)));
-        // Its process may have the same number.
+        // The next NIC's process may have the same number.
         assert_eq!(watch.judge(1, NIC, &is_stopped(at + PACE)), None);
     }
 
-    /// A NIC dies again and again when it has a connection: of that, unless somebody stops or kills it.
+    /// A NIC dies each time when it has a certain connection: the connection is found to be the cause, unless the NIC
+    /// was stopped or killed from outside.
     #[test]
     fn a_connection_of_which_a_nic_dies_by_itself_is_found() {
         for (hangs, by_itself, of_it) in
