@@ -22,7 +22,7 @@ impl AddressState {
     }
 }
 
-/// An address of the NIC's, and what has been counted for it.
+/// An address of the NIC's, and its counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct AddressEntry {
     /// The address; IPv4 addresses are IPv4-mapped.
@@ -35,9 +35,9 @@ pub struct AddressEntry {
     pub probes: u64,
     /// Announcements sent.
     pub announcements: u64,
-    /// Questions answered.
+    /// ARP requests and neighbour solicitations answered.
     pub answers: u64,
-    /// Questions not answered, since their sender asks too often.
+    /// Requests not answered, since their sender asks too often.
     pub unanswered: u64,
     /// Frames by which another host claimed it.
     pub conflicts: u64,

@@ -8,8 +8,8 @@
 /// Messages that a ring holds.
 pub const RING_MESSAGES: usize = 4096;
 
-/// The NIC reports to a program after every so many of its messages that it has read them, so that a program that found
-/// the ring full can sleep until then.
+/// After every so many of a program's messages the NIC reports that it has read them, so that a program that found the
+/// ring full can sleep until then.
 pub const ANSWERED: u64 = 1024;
 /// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then
 /// the messages.
@@ -21,7 +21,7 @@ pub const RING_BYTES: usize = (RING_WORDS * 8).next_multiple_of(4096);
 pub mod nic {
     use super::RING_BYTES;
 
-    /// 4-byte word: nonzero while the NIC sleeps, so that whoever sends it a message must ring its doorbell.
+    /// 4-byte word: nonzero while the NIC sleeps, so that the sender of a message must ring its doorbell.
     pub const SLEEPING: usize = 0;
     /// 4-byte word: incremented by the agent when it has sent a message on the control connection (a socket), so that a
     /// NIC that does not sleep looks there.
@@ -30,7 +30,7 @@ pub mod nic {
     pub const AGENT_PULSE: usize = ADDRESSES + 8 * crate::AddressEntry::WORDS * MOST_ADDRESSES;
     /// The workers' signs of life, for the agent.
     pub const PULSES: usize = AGENT_PULSE + super::pulse::BYTES;
-    /// 4-byte word for tests: how many times the step has been made after which the NIC or the agent is to be killed.
+    /// 4-byte word for tests that kill the NIC or the agent after a certain step: how many times that step was made.
     pub const CHAOS: usize = 96;
     /// 4-byte word, written by the agent: the number of slots, counted from the first, that have ever had a connection.
     /// The memory of the others was never touched.
@@ -178,15 +178,16 @@ pub mod host_tcp {
     }
 }
 
-/// A slot of NIC memory: what a connection has as long as it is on the NIC. Offsets are in bytes from the slot's
-/// beginning.
+/// A slot of NIC memory: the part of a connection's state that exists as long as it is on the NIC. Offsets are in bytes
+/// from the slot's beginning.
 pub mod slot {
     /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of
     /// the connection's block.
     pub const PARAMETERS: usize = 8;
     /// 4-byte word, written by the agent: the [`crate::Cid`] of the slot's next occupant, 0 for the first one.
     pub const NEXT_CID: usize = 32;
-    /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
+    /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers the bytes that the kernel holds out of order,
+    /// else to 0.
     pub const COVERED: usize = 36;
     /// Parameters of a handoff, continued: the largest window in bytes that it may advertise, 0 for all of its receive
     /// memory, plus [`MAY_GROW`]; then the most bytes of send memory that it may grow to.
@@ -197,8 +198,8 @@ pub mod slot {
     /// 4-byte word: sequence number of the first byte that the program has not read, at the time of
     /// [`crate::Control::Resume`].
     pub const READ: usize = 48;
-    /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times
-    /// that it was lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
+    /// 4-byte word, written by the NIC for a connection of partial offload: twice the number of times that the
+    /// connection was lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is lent.
     pub const LENT: usize = 52;
     /// 4-byte word, written by the NIC: 1 while the connection is dormant, else 0.
     pub const DORMANT: usize = 56;
@@ -214,22 +215,22 @@ pub mod slot {
     pub const GROWN: usize = 232;
     /// 4-byte words of one such copy: cid, receive base and size, send base and size.
     pub const GROWN_WORDS: usize = 5;
-    /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in
-    /// [`super::scratch::JOURNAL`].
+    /// The agent's journal of a move: phase, length, entry. An entry that is too long is in [`super::scratch::JOURNAL`]
+    /// instead.
     pub const JOURNAL: usize = 276;
     /// Bytes of the journal.
     pub const JOURNAL_BYTES: usize = super::nic::SLOT_BYTES - JOURNAL;
 }
 
-/// What a connection needs while it moves, or while something is out of order. Offsets are in bytes from the beginning
-/// of a slot's scratch.
+/// The part of a connection's state that is needed while it moves, or has data out of order. Offsets are in bytes from
+/// the beginning of a slot's scratch.
 pub mod scratch {
     /// The encoded connection image.
     pub const IMAGE: usize = 0;
     /// Bytes of room for it.
     pub const IMAGE_BYTES: usize = RANGES - IMAGE;
     /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes).
-    /// [`crate::Record`] says which one is valid. Of a connection with more ranges it holds the first ones.
+    /// [`crate::Record`] says which one is valid. If a connection has more ranges, only the first ones are here.
     pub const RANGES: usize = 768;
     /// Bytes of one table of ranges.
     pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
@@ -256,7 +257,7 @@ pub const POSTS: usize = 32;
 pub const POSTS_UNANSWERED: usize = 4;
 
 /// Sends from buffers of the program's own that may be unacknowledged on one connection at a time. Between two of them
-/// lies at most one run of bytes in send memory, and one of the runs may reach around its end.
+/// there is at most one run of bytes in send memory, and one of the runs may wrap around its end.
 pub const BUFFERS_SENT: usize = 7;
 const _: () = assert!(2 * BUFFERS_SENT + 2 <= PAIRS);
 
@@ -270,20 +271,18 @@ pub mod session {
 
     /// 4-byte word of a NIC's area: nonzero while the NIC sleeps and wants its doorbell rung.
     pub const NIC_SLEEPING: usize = 0;
-    /// 4-byte word of a NIC's area: nonzero while the NIC sends what the program has given it, and does not look at its
-    /// messages.
+    /// 4-byte word of a NIC's area: nonzero while the NIC sends the program's bytes and does not read its messages.
     pub const NIC_SENDING: usize = 4;
     /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether a NIC has rung its
     /// doorbell since the program last looked at its rings. Nonzero without that bit: a NIC must ring.
     pub const PROGRAM_SLEEPING: usize = 64;
-    /// 4-byte word: one more than the number of the processor on which the thread ran that went to sleep last; 0 if
-    /// that is not known.
+    /// 4-byte word: number plus one of the processor of the thread that went to sleep last; 0 if it is not known.
     pub const PROGRAM_PROCESSOR: usize = 68;
     /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections'
     /// owners again.
     pub const MOVES: usize = 128;
-    /// 4-byte words: numbers of the connections that moved last. That of move `n` (counted by [`MOVES`] from 0) is at
-    /// `n` modulo [`MOVED_ENTRIES`]; [`ANY`] stands for all connections.
+    /// 4-byte words: numbers of the connections that moved last. The connection of move `n` (counted by [`MOVES`] from
+    /// 0) is at `n` modulo [`MOVED_ENTRIES`]; [`ANY`] stands for all connections.
     pub const MOVED: usize = 2048;
     /// Number of words of that table; a power of two.
     pub const MOVED_ENTRIES: u32 = 256;
@@ -291,33 +290,35 @@ pub mod session {
     pub const ANY: u32 = u32::MAX;
     /// 4-byte word: number of times that an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
-    /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place
-    /// when it takes the request up, the program when it withdraws it; whoever finds another value there is too late.
+    /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent replaces it by 0
+    /// (compare and exchange) when it takes the request up, and the program when it withdraws the request; the one that
+    /// no longer finds the tag is too late.
     pub const ASKED: usize = 196;
-    /// 4-byte word: one more than the number of the connection that the agent has given the program last, when that
-    /// accepted one; the agent writes it before the keeper holds the connection. 0 as soon as the program has received
-    /// the answer: it writes that before it can ask for the next one. An agent that finds another number when it is
-    /// asked for a connection gives that one again: the answer was lost with an agent, or with a request that was read
+    /// 4-byte word: number plus one of the connection that the agent has last given the program for an accept. The
+    /// agent writes it before the keeper holds the connection. The program writes 0 when it has received the answer,
+    /// before it asks for the next connection. An agent that finds a number other than 0 when it is asked for a
+    /// connection gives that connection again: the answer was lost with an earlier agent, or the request was read
     /// twice.
     pub const GIVEN: usize = 204;
     /// 4-byte word, written by the program: offset of its table of sends from buffers of its own, 0 if it has none. For
     /// each connection it has [`super::BUFFERS_SENT`] entries and an unused one, of 16 bytes each: sequence number,
-    /// address, length, 0. An entry counts while the length is not 0: these bytes of the send queue lie there, and not
-    /// in send memory. The program writes it before it queues the bytes, and clears it when they are acknowledged or
-    /// the connection has moved. Who restores the connection of a dead NIC reads it.
+    /// address, length, 0. An entry is valid while the length is not 0: these bytes of the send queue are at the
+    /// entry's address, and not in send memory. The program writes it before it queues the bytes, and clears it when
+    /// they are acknowledged or the connection has moved. The agent reads it when it restores the connection of a dead
+    /// NIC.
     pub const BUFFERS_SENT: usize = 200;
     /// Bytes of that table for one connection.
     pub const BUFFERS_SENT_BYTES: usize = 16 * (super::BUFFERS_SENT + 1);
-    /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
+    /// 4-byte word of a session for messages, written by the agent: how many NICs the session was given to.
     pub const NIC_STARTS: usize = 256;
-    /// Most hosts that a session for messages sends to: with the agent and the program.
+    /// Most hosts that a session for messages may send to; agent and program keep to the same limit.
     pub const MOST_HOSTS: usize = 8192;
     /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed,
     /// packets refused or dropped, since the program began to use this NIC.
     pub const PACKETS: usize = 320;
     /// Number of these words.
     pub const PACKETS_WORDS: usize = 4;
-    /// Behind them: messages that the NIC knows.
+    /// Behind them: number of messages of which the NIC has state.
     pub const MESSAGES: usize = PACKETS + 8 * PACKETS_WORDS;
     /// In a NIC's area: ring of commands from the program to the NIC.
     pub const COMMANDS: usize = 4096;
@@ -335,9 +336,9 @@ pub mod session {
     /// Connection blocks of a session.
     pub const MAX_CONNECTIONS: usize = 16384;
     /// 4-byte words behind the blocks, one for each connection, written by the program before it suggests a move: bytes
-    /// a second that the connection has to carry to be on the NIC; 0 if it is wanted there whatever it carries. The
-    /// agent puts 0 there when it gives the number to a connection, and when somebody asks for the connection on the
-    /// NIC. The next agent reads them.
+    /// per second that the connection has to carry to be on the NIC; 0 if its traffic does not matter. The agent writes
+    /// 0 when it gives the number to a connection, and when a user requests the connection on the NIC. The next agent
+    /// reads them.
     pub const HOT_FROM: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
     /// The heap: send and receive memory, and buffers of the program's own.
     pub const HEAP: usize = HOT_FROM + MAX_CONNECTIONS * 4;
@@ -393,29 +394,29 @@ pub mod block {
     pub const QUEUED_SEQ: usize = 44;
     /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`],
     /// [`FLAG_CLOSED`], [`FLAG_NODELAY`], [`FLAG_SHARED`] and [`FLAG_RECEIVING_SHUT`], and from [`QUEUE_SHIFT`] and
-    /// [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once that
-    /// has closed the connection.
+    /// [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent again
+    /// after the program has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known.
     /// Written by the NIC.
     pub const PROCESSOR: usize = 52;
-    /// The same word while the kernel owns the connection: bytes that the program has sent and received meanwhile,
-    /// modulo 2³², from wherever it begins. Written by the program.
+    /// The same word while the kernel owns the connection: a count of bytes that the program sends and receives, modulo
+    /// 2³², which does not begin at 0. Written by the program.
     pub const TRAFFIC: usize = PROCESSOR;
 
-    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`told`] once it has
-    /// ended on the NIC, whose events say how. Written by the agent.
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`told`] when the
+    /// connection has ended on the NIC, whose last event says how. Written by the agent.
     pub const ERROR: usize = 56;
-    /// A value of [`ERROR`], no error's number: the connection has ended where it was, which is its move with this
-    /// count ([`MOVES`]). It is written before the count: whoever reads the count of an earlier move finds that this is
-    /// not it.
+    /// A value of [`ERROR`] that is no error's number: the connection has ended without leaving the NIC, and its end
+    /// counts as the move with this number ([`MOVES`]). It is written before the count, so a reader that still sees an
+    /// earlier count sees that the value does not match it.
     pub const fn told(moves: u32) -> u32 {
         TOLD | moves
     }
     /// Bit of [`ERROR`]: see [`told`].
     pub const TOLD: u32 = 1 << 31;
     /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does
-    /// not ring its doorbell, since nobody waits for so little room; 0 if each one shall.
+    /// not ring the doorbell, since no thread waits for so little room; 0 if each acknowledgement is to ring it.
     pub const QUIET_ABOVE: usize = 60;
 
     /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
@@ -429,8 +430,8 @@ pub mod block {
     /// Bit of [`FLAGS`]: TCP_CORK is on.
     pub const FLAG_CORK: u32 = 1 << 4;
     /// Bit of [`FLAGS`]: the program has closed the connection, which is forgotten when it is in the kernel, or when
-    /// the NIC has closed it in order. Written by the program before it asks for that, and by the agent when the NIC
-    /// does it.
+    /// the NIC has closed it in order. Written by the program before it asks the agent to forget it, and by the agent
+    /// when the NIC closes it.
     pub const FLAG_CLOSED: u32 = 1 << 5;
     /// Bit of [`FLAGS`]: TCP_NODELAY is on.
     pub const FLAG_NODELAY: u32 = 1 << 6;
@@ -439,14 +440,14 @@ pub mod block {
     pub const QUEUE_SHIFT: u32 = 7;
     /// Greatest value of these bits.
     pub const QUEUE_MASK: u32 = (1 << 17) - 1;
-    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a
-    /// message about it, if that is less than usual since SO_RCVBUF makes the window small; else 0.
+    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may read before it tells the NIC, if
+    /// that is less than usual because SO_RCVBUF makes the window small; else 0.
     pub const REPORT_SHIFT: u32 = 24;
     /// Greatest value of these bits.
     pub const REPORT_MASK: u32 = 31;
     /// Bit of [`FLAGS`]: other processes may have the connection's socket, since its program has forked while the
-    /// kernel had the connection. Written by the program when it has forked, at the end of the operation that it has
-    /// been inside meanwhile; the agent takes it away when it begins to look for such processes.
+    /// kernel had the connection. Written by the program after it has forked, at the end of the operation that it was
+    /// inside during the fork; the agent clears it when it begins to search for such processes.
     pub const FLAG_SHARED: u32 = 1 << 29;
     /// Bit of [`FLAGS`]: the program has shut down receiving, and the connection could not leave the NIC for that. The
     /// kernel's socket is shut down when the connection is restored.
@@ -471,11 +472,11 @@ pub mod block {
 pub mod datagrams {
     /// 1 while the NIC has the socket's datagrams, else 0. Written by the agent.
     pub const ON_NIC: usize = 0;
-    /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by
-    /// the agent.
+    /// Counts changes of the routes to the hosts that the socket sends to; after a change the program asks for them
+    /// again. Written by the agent.
     pub const WAYS: usize = 4;
-    /// [`held`] as long as a NIC may use the rings: their memory must not be used for anything else. With any other
-    /// value, a dead agent's included, no NIC uses them, and the agent writes nothing here any more. Written by the
+    /// [`held`] as long as a NIC may use the rings, so that their memory must not be used for anything else. With any
+    /// other value, also that of a dead agent, no NIC uses them, and the agent no longer writes here. Written by the
     /// agent.
     pub const HELD: usize = 8;
     /// Position behind the last datagram in the receive ring. Written by the NIC.
@@ -493,11 +494,11 @@ pub mod datagrams {
     /// Bytes of the page.
     pub const BYTES: usize = 4096;
 
-    /// Most hosts that a socket has ways to: with the NIC, the agent and the program.
+    /// Most hosts that a socket has routes to; NIC, agent and program keep to the same limit.
     pub const MOST_HOSTS: usize = 4096;
 
-    /// What [`HELD`] is while an agent that has read this from [`super::session::AGENT_STARTS`] lets a NIC have the
-    /// rings.
+    /// The value of [`HELD`] while a NIC may use the rings, written by an agent that has read `starts` from
+    /// [`super::session::AGENT_STARTS`].
     pub const fn held(starts: u32) -> u32 {
         starts.wrapping_add(1)
     }
@@ -606,15 +607,15 @@ pub enum Counter {
     AcceptQueueFull,
     /// Times that a connection left its fast path and was lent to the host's TCP.
     Lent,
-    /// Times that one came back.
+    /// Times that a lent connection came back.
     TakenBack,
-    /// Segments given to the host's TCP, for connections that it had.
+    /// Segments passed to the host's TCP, for connections that were lent to it.
     LentSegments,
     /// Datagrams received for programs' UDP sockets.
     DatagramsReceived,
-    /// Datagrams sent for them.
+    /// Datagrams sent for programs' UDP sockets.
     DatagramsSent,
-    /// Datagrams dropped because a socket's receive ring was full, or because there was no way to their destination.
+    /// Datagrams dropped because a socket's receive ring was full, or because there was no route to their destination.
     DatagramsDropped,
     /// Messages of programs that announce bytes to send (`nic_send`).
     ProgramSend,
@@ -622,83 +623,83 @@ pub enum Counter {
     BadResolution,
     /// Offloaded connections that are dormant at present.
     Dormant,
-    /// Announcements of what there is room for (`os_resource`).
+    /// Announcements of free room (`os_resource`).
     Announcements,
-    /// Commands of the agent's beyond what was announced, which are refused.
+    /// The agent's commands that exceeded the announced room, and were refused.
     Exceeded,
     /// Times that the NIC began to announce no room since its processor was too busy.
     TooBusy,
-    /// That report bytes which they have read (`nic_recvd`).
+    /// Messages of programs that report bytes which they have read (`nic_recvd`).
     ProgramRecvd,
-    /// That post buffers (`nic_post`).
+    /// Messages of programs that post buffers (`nic_post`).
     ProgramPost,
-    /// With commands (`nic_ctrl`).
+    /// Messages of programs with other commands (`nic_ctrl`).
     ProgramControl,
     /// Messages to programs about received bytes (`os_recv`).
     ToProgramRecv,
-    /// About acknowledged bytes (`os_ack`).
+    /// Messages to programs about acknowledged bytes (`os_ack`).
     ToProgramAck,
-    /// With events (`os_ctrl`).
+    /// Messages to programs with other events (`os_ctrl`).
     ToProgramControl,
     /// Messages of the agent that hand a connection over (`nic_handoff`).
     AgentHandoff,
-    /// That want it back (`nic_restore`).
+    /// Messages of the agent that restore a connection (`nic_restore`).
     AgentRestore,
-    /// That bring a frame which reached the host (`nic_forward`).
+    /// Messages of the agent with a frame that reached the host (`nic_forward`).
     AgentForward,
-    /// With commands (`nic_ctrl`).
+    /// Messages of the agent with other commands (`nic_ctrl`).
     AgentControl,
     /// Messages to the agent with answers and events (`os_ctrl`).
     ToAgentControl,
-    /// That ask it to take a connection back (`os_restore`). Those about room are [`Counter::Announcements`].
+    /// Messages that ask the agent to take a connection back (`os_restore`). (Messages about free room are counted in
+    /// [`Counter::Announcements`].)
     ToAgentRestore,
     /// Plain segments of offloaded connections that header prediction did not expect, though they were the next in
     /// order.
     Unpredicted,
     /// Connections that the host was asked to take back since their peer's FIN had come.
     PeerFins,
-    /// What large receive had waiting and gave to the kernel, an aggregate or a single segment, since there was no room
-    /// for another segment.
+    /// Aggregates or single segments that large receive gave to the kernel since they had no room for another segment.
     EndedFull,
-    /// Since its last segment had FIN.
+    /// The same, since its last segment had FIN.
     EndedFin,
-    /// Since its last segment had PSH.
+    /// The same, since its last segment had PSH.
     EndedPush,
-    /// Since its last segment was shorter than the others.
+    /// The same, since its last segment was shorter than the others.
     EndedShort,
-    /// Since the connection's next frame could not be appended.
+    /// The same, since the connection's next frame could not be appended.
     EndedOther,
-    /// Since no segment came for a while, or it had waited as long as it may.
+    /// The same, since no segment came for a while, or it had waited for the longest time.
     EndedTimeout,
-    /// Since the settings changed or the connection went to the NIC.
+    /// The same, since the settings changed or the connection went to the NIC.
     EndedRequested,
     /// Data segments that large receive gave to the kernel alone.
     Alone,
-    /// Segments whose data it had given to the kernel before, or held already.
+    /// Segments whose data large receive had given to the kernel before, or held already.
     Old,
-    /// Missing segments that it did not wait for any longer.
+    /// Missing segments for which large receive stopped waiting.
     Gaps,
-    /// Segments for which it had no descriptor, buffer or room.
+    /// Segments for which large receive had no descriptor, buffer or room.
     Unhoused,
-    /// Frames that it passed on unchanged, since they stood for several segments already.
+    /// Frames that large receive passed on unchanged, since each was made of several segments already.
     PassedLarge,
-    /// Since they were not IP.
+    /// The same, since they were not IP.
     PassedNotIp,
-    /// Since they were not TCP.
+    /// The same, since they were not TCP.
     PassedNotTcp,
-    /// Since they were fragments.
+    /// The same, since they were fragments.
     PassedFragment,
-    /// Since a length or an offset in them was wrong.
+    /// The same, since a length or an offset in them was wrong.
     PassedMalformed,
-    /// Since they had IPv4 options.
+    /// The same, since they had IPv4 options.
     PassedIpOptions,
-    /// Since bytes followed the IP packet.
+    /// The same, since bytes followed the IP packet.
     PassedPadded,
-    /// Since a checksum was wrong.
+    /// The same, since a checksum was wrong.
     PassedChecksum,
-    /// Since they had SYN, RST, URG or CWR, or no ACK.
+    /// The same, since they had SYN, RST, URG or CWR, or no ACK.
     PassedFlags,
-    /// Since they carried no data.
+    /// The same, since they carried no data.
     PassedNoData,
     /// Doorbells rung for the agent.
     AgentDoorbells,

@@ -15,12 +15,12 @@ impl Cid {
     const NIC_SHIFT: u32 = Self::SLOT_BITS + Self::GENERATION_BITS;
     const GENERATIONS: u32 = (1 << Self::GENERATION_BITS) - 1;
 
-    /// Makes the identifier of a slot of the first NIC and a generation (modulo 2¹⁰).
+    /// Makes the identifier for a slot of the first NIC and a generation (modulo 2¹⁰).
     pub const fn new(slot: u32, generation: u32) -> Cid {
         Cid((slot & ((1 << Self::SLOT_BITS) - 1)) | (generation & Self::GENERATIONS) << Self::SLOT_BITS)
     }
 
-    /// The same on the NIC with this number, which is less than [`MAX_NICS`].
+    /// The same slot and generation on the NIC with this number, which is less than [`MAX_NICS`].
     pub const fn on(self, nic: usize) -> Cid {
         Cid(self.0 & ((1 << Self::NIC_SHIFT) - 1) | (nic as u32) << Self::NIC_SHIFT)
     }
@@ -57,8 +57,8 @@ const _: () = assert!(1 << (32 - Cid::NIC_SHIFT) == MAX_NICS);
 #[repr(u8)]
 pub enum Operation {
     /// `nic_handoff(connection)`: the image and parameters lie in the connection's slot. The length field names the
-    /// announcement that it keeps to (see [`crate::resource`]), as it does in [`Control::Mirror`], [`Control::Connect`]
-    /// and [`Control::Resume`].
+    /// announcement under which the host makes it (see [`crate::resource`]), as in [`Control::Mirror`],
+    /// [`Control::Connect`] and [`Control::Resume`].
     NicHandoff = 1,
     /// `nic_restore(cid)`: stop the connection, write its image, and hold the frames that arrive from then on.
     NicRestore = 2,
@@ -79,7 +79,7 @@ pub enum Operation {
     OsAck = 18,
     /// `os_ctrl(cid, command)`: the connection's state has changed, or a command has completed.
     OsControl = 19,
-    /// `os_resource(type, number)`: how much the NIC has room for, see [`crate::resource`].
+    /// `os_resource(type, number)`: the NIC's free room, see [`crate::resource`].
     OsResource = 20,
     /// `os_restore(cid)`: the NIC asks the host to take the connection back; see [`RestoreCause`].
     OsRestore = 21,
@@ -109,12 +109,12 @@ pub enum Control {
     /// The kernel owns the connection again: replay and held frames go to it.
     Release = 3,
     /// Undo a mirror or a steal; the held frames go to the kernel. [`LOST_QUEUE`] in the address field says that the
-    /// kernel has lost its out-of-order queue: then the mirrored frames go to it, too. [`RESET_PEER`] says that nobody
-    /// will have the connection, which the NIC has made: its peer is reset, and the held frames are dropped.
+    /// kernel has lost its out-of-order queue: then the mirrored frames go to the kernel, too. [`RESET_PEER`] says that
+    /// a connection that the NIC has made will not be accepted: its peer is reset, and the held frames are dropped.
     Cancel = 4,
     /// The program has shut down its sending side.
     Shutdown = 5,
-    /// End the connection with a RST. From the agent too, when the connection's socket has lost it.
+    /// End the connection with a RST. Also from the agent, when the socket has lost the connection.
     Abort = 6,
     /// TCP_NODELAY; the value is in the address field.
     NoDelay = 7,
@@ -127,9 +127,9 @@ pub enum Control {
     UserTimeout = 10,
     /// The path MTU in bytes, in the address field.
     Mtu = 11,
-    /// To the NIC: the session in the address field ends, its memory is unmapped. To the host: the NIC has stopped
-    /// reading the session in the address field, since its program broke the ring's rules; the host has to take its
-    /// connections back.
+    /// To the NIC: the session in the address field has ended, and its memory is unmapped. To the host: the NIC has
+    /// stopped reading the session in the address field, since its program broke the ring's rules; the host has to take
+    /// its connections back.
     Detach = 12,
     /// The connection's frames leave through the interface with the index in the address field from now on; 2³²-1: they
     /// are dropped.
@@ -139,13 +139,13 @@ pub enum Control {
     Resume = 14,
     /// The slot is free for a connection that the NIC makes for the listener in the address field.
     Grant = 15,
-    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. Address field: how
-    /// often the SYN is sent again at most (TCP_SYNCNT), 0 for the default. The NIC answers with [`Control::Made`] or
+    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. Address field: most
+    /// retransmissions of the SYN (TCP_SYNCNT), 0 for the default. The NIC answers with [`Control::Made`] or
     /// [`Control::NotMade`].
     Connect = 16,
     /// Close the connection, whose program has closed it and has read the bytes before the sequence number in the
     /// address field. [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended
-    /// otherwise; what comes then (TIME-WAIT) needs neither slot nor memory.
+    /// otherwise; the rest of its life (TIME-WAIT) needs neither slot nor memory.
     Close = 17,
     /// From a program: the UDP socket whose number is in the address field has datagrams to send, or its program wants
     /// its doorbell rung if there are some to read.
@@ -167,7 +167,7 @@ pub enum Control {
     /// To the host: the NIC has made a connection for the listener in the address field, 0 for one that it has opened;
     /// its image is in the slot, and its frames are held. Length field: 1 if it was made from a SYN cookie, else 0.
     Made = 38,
-    /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
+    /// To the host: a connection could not be opened; Linux's error number is in the address field. Its slot is free.
     NotMade = 39,
     /// From the host's TCP to the NIC: the connection has been quiet for a while and can be on its fast path again.
     Quiet = 40,
@@ -252,7 +252,7 @@ pub const NOT_YET: u32 = 8;
 /// program's ring.
 pub const ENDED: u32 = 9;
 
-/// Reason of a refusal: the command goes beyond what the NIC has announced room for (see [`crate::resource`]).
+/// Reason of a refusal: the command exceeds the NIC's announced room (see [`crate::resource`]).
 pub const EXCEEDED: u32 = 10;
 
 /// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN
@@ -279,8 +279,8 @@ pub const ANSWER: u16 = 2;
 /// of the peer's, or has released such a message.
 pub const FETCH: u16 = 4;
 
-/// Flag of `nic_send`: the program has more to send (MSG_MORE). What does not fill a segment waits for that, for 200 ms
-/// at most.
+/// Flag of `nic_send`: the program has more to send (MSG_MORE). A part that does not fill a segment waits for more
+/// bytes, for 200 ms at most.
 pub const HOLD: u16 = 8;
 
 /// One message, 16 bytes.
@@ -353,8 +353,8 @@ pub const fn is_plain_send(first: u64) -> bool {
     first as u32 == Operation::NicSend as u32
 }
 
-/// The second word of a `nic_send` of the bytes of two, given their second words. None if the second one's bytes do not
-/// lie behind the first one's, or are none.
+/// The second word of a `nic_send` of the bytes of two, given their second words. None if the second one's bytes are
+/// not directly behind the first one's, or there are none.
 #[inline(always)]
 pub const fn join_sends(one: u64, next: u64) -> Option<u64> {
     let (address, length) = (one as u32, (one >> 32) as u32);

@@ -1,13 +1,12 @@
-//! The recovery record: the state from which a connection goes on after the NIC has died.
+//! The recovery record: the state from which a connection continues after the NIC has died.
 //!
-//! Payload is not in the record: it lies in session memory at its sequence number. How far the program has read and
-//! queued is in its connection block.
+//! Payload is not in the record: it lies in session memory at its sequence number. The positions up to which the
+//! program has read and queued are in its connection block.
 //!
 //! A slot holds two copies of the record, each a cache line, and in its last word the number of the publication: the
 //! greater one is valid. The NIC writes the other copy, and then publishes it by storing its number, which is the next
-//! one. So a
-//! crash at any instant leaves a whole record, and a publication touches one cache line. Nothing is sent that the
-//! published record does not cover.
+//! one. So a crash at any time leaves a complete record, and a publication touches one cache line. No segment is sent
+//! that the published record does not cover.
 
 /// Words of 8 bytes in one copy: a cache line, the number included.
 pub const WORDS: usize = 8;
@@ -16,8 +15,8 @@ pub const NUMBER: usize = 7;
 /// The first words, which nearly every segment changes; the others change seldom.
 pub const PREDICTED: usize = 3;
 
-/// The difference of two numbers that follow each other: the bytes of a copy, so that where a copy lies is a bit of its
-/// number.
+/// The difference of two consecutive numbers: the bytes of a copy, so that one bit of the number says which of the two
+/// copies it is.
 pub const STEP: u64 = 8 * WORDS as u64;
 
 /// Offset in words of the copy with this number from the first one.

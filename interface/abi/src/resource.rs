@@ -1,22 +1,22 @@
-//! `os_resource`: how the NIC announces what it has room for, and how the host keeps within that.
+//! `os_resource`: the NIC announces its free room, and the host keeps within it.
 //!
-//! It is flow control, as TCP's window is. The NIC counts what it has ever admitted of a resource, and announces that
-//! number and how much it has room for beyond it: their sum is the *edge*, modulo 2³². The host counts in the same
-//! way what it has handed over, and never goes beyond the edge of the last announcement that it has read. What ends
-//! makes no room until the NIC announces it. Announcements are numbered, and a handoff names the last one that its
-//! host has read, so that the NIC can tell a host that keeps to it from one that does not.
+//! This is flow control, like TCP's window. The NIC counts the total amount of a resource that it has ever admitted,
+//! and announces that number and the amount that it has room for beyond it: their sum is the *edge*, modulo 2³². The
+//! host counts in the same way the amounts that it has handed over, and never exceeds the edge of the last announcement
+//! that it has read. A connection that ends makes no room until the NIC announces it. Announcements are numbered, and a
+//! handoff names the last one that the host has read, so that the NIC can check whether the host keeps within it.
 
 use crate::layout;
 use crate::message::{Cid, Control, Message, Operation};
 
-/// What a NIC may run out of.
+/// The resources that a NIC may run out of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Resource {
     /// Connections: one for each slot that a command fills.
     Connections = 1,
-    /// Session memory of connections, in pages of [`PAGE`] bytes: what is handed off with a connection, and what it
-    /// gets beyond that when it goes on in other memory.
+    /// Session memory of connections, in pages of [`PAGE`] bytes: the memory that is handed off with a connection, and
+    /// what it gets in addition when it grows.
     Memory = 2,
     /// (address, length) pairs of send queues: a connection takes [`PAIRS`] with its slot.
     Pairs = 3,
@@ -38,12 +38,12 @@ impl Resource {
     /// All of them.
     pub const ALL: [Resource; RESOURCES] = [Resource::Connections, Resource::Memory, Resource::Pairs];
 
-    /// Its place in a table of all.
+    /// Its index in a table of all resources.
     pub const fn index(self) -> usize {
         self as usize - 1
     }
 
-    /// What a command to the NIC takes; with a connection go its pairs.
+    /// The resource that a command to the NIC takes; a connection also takes its pairs.
     pub fn taken_by(command: &Message) -> Option<Resource> {
         let is = |control: Control| command.operation == Operation::NicControl && command.kind == control as u16;
         if is(Control::Mirror) || is(Control::Connect) {
@@ -72,21 +72,21 @@ pub struct Announcement {
     pub number: u16,
     /// What it is about.
     pub resource: Resource,
-    /// What the NIC has admitted so far, modulo 2³².
+    /// Total amount that the NIC has admitted so far, modulo 2³².
     pub taken: u32,
-    /// What it has room for beyond that, at most [`MOST`]; 0 ends offloading.
+    /// Amount that it has room for beyond that, at most [`MOST`]; 0 ends offloading.
     pub free: u32,
 }
 
 /// In the address field of the message the number is above the resource.
 const NUMBER_SHIFT: u32 = 16;
 
-/// The number that a command names which is not subject to announcements: those that steal the frames of a connection
-/// again that an earlier NIC had, to restore it.
+/// The number named by commands that are not subject to announcements: those that steal the frames of a connection of
+/// an earlier NIC again, to restore it.
 pub const EXEMPT: u16 = 0;
 
 impl Announcement {
-    /// What may have been admitted at most, modulo 2³².
+    /// The largest total amount that may be admitted, modulo 2³².
     pub const fn edge(&self) -> u32 {
         self.taken.wrapping_add(self.free)
     }

@@ -2,8 +2,9 @@
 //! reader takes them out. The writer never waits: a frame for which there is no room is counted.
 //!
 //! The memory begins with a page of words, 128 bytes for each worker; the rings follow, one for each worker. A record
-//! is a header of 24 bytes and the frame, or its beginning, rounded up to 8 bytes. Either side keeps its own position
-//! to itself and only shows it: a reader that writes nonsense loses frames, and a writer that does is found out.
+//! is a header of 24 bytes and the frame, or its beginning, rounded up to 8 bytes. Each side keeps its own position in
+//! private memory and only publishes a copy. So a reader that writes nonsense only loses frames, and a writer's
+//! nonsense is detected.
 #![forbid(unsafe_code)]
 
 use baton_shm::{Circle, Region};
@@ -14,7 +15,7 @@ use std::sync::atomic::Ordering;
 /// Most captures at a time.
 pub const MOST_CAPTURES: usize = 4;
 
-/// Workers of a NIC that there can be rings for.
+/// Most workers of a NIC with rings.
 pub const MOST_WORKERS: usize = 32;
 
 /// Bytes of a worker's ring: at a million headers a second it is full after 30 ms.
@@ -45,7 +46,7 @@ pub const fn bytes(workers: usize) -> usize {
     WORDS + workers * RING as usize
 }
 
-/// What is known of a captured frame.
+/// The metadata of a captured frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Seen {
     /// When it passed, in microseconds of the monotonic clock: the beginning of the worker's round.
@@ -54,7 +55,7 @@ pub struct Seen {
     pub length: u32,
     /// It was sent to the wire, not received from there.
     pub out: bool,
-    /// The kernel's: of no connection of the NIC's.
+    /// The frame is the kernel's: it belongs to no connection on the NIC.
     pub kernel: bool,
     /// Index of its network device; 0 where the NIC has one wire.
     pub interface: u32,
@@ -71,7 +72,7 @@ impl Seen {
         header
     }
 
-    /// What a header says: the frame, and how many of its bytes follow.
+    /// Reads a header: the frame's metadata, and how many of its bytes follow.
     fn of(header: &[u8; HEADER as usize]) -> (Seen, u32) {
         let word = |at: usize| header[at..at + 4].iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte));
         let at = u64::from(word(4)) << 32 | u64::from(word(0));
@@ -86,7 +87,7 @@ const fn record(captured: u32) -> u32 {
     HEADER + captured.next_multiple_of(8)
 }
 
-/// A ring, as both its ends have it.
+/// The part of a ring that both ends use.
 #[derive(Debug)]
 struct Ring {
     memory: Arc<Region>,
@@ -112,7 +113,7 @@ impl Ring {
     }
 }
 
-/// The place of a record that has not been shown to the reader.
+/// The place of a record that was not published to the reader yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place(u32);
 
@@ -121,21 +122,21 @@ pub struct Place(u32);
 pub struct Writer {
     ring: Ring,
     head: u32,
-    /// Where the last record is that was written since the reader was last shown any.
+    /// Place of the last record that was written since the last [`Writer::show`].
     last: Option<u32>,
 }
 
 impl Writer {
-    /// The writing end of a worker's ring, which goes on where the last one stopped. None if the memory has no ring for
-    /// it.
+    /// The writing end of a worker's ring, which continues where the last one stopped. None if the memory has no ring
+    /// for it.
     pub fn new(memory: &Arc<Region>, worker: usize) -> Option<Writer> {
         let ring = Ring::new(memory, worker)?;
         ring.store(BEGUN, 1);
         Some(Writer { head: ring.load(HEAD), ring, last: None })
     }
 
-    /// Writes a frame, or its beginning, which the reader sees after [`Writer::show`]. None if there is no room: it is
-    /// counted.
+    /// Writes a frame, or its beginning, which the reader sees after [`Writer::show`]. None if there is no room; such
+    /// frames are counted.
     pub fn push(&mut self, seen: &Seen, frame: &[u8]) -> Option<Place> {
         let frame = &frame[..frame.len().min(LONGEST as usize)];
         let captured = frame.len() as u32;
@@ -152,7 +153,7 @@ impl Writer {
         Some(Place(place))
     }
 
-    /// Says that a frame is the kernel's after all, before the reader sees it. With `forget` it is taken back, if it is
+    /// Marks a frame that the reader has not seen yet as the kernel's. With `forget` it is removed instead, if it is
     /// the last one.
     pub fn is_kernels(&mut self, Place(place): Place, forget: bool) {
         if forget && self.last == Some(place) {
@@ -165,7 +166,7 @@ impl Writer {
         self.ring.bytes.write(place, &Seen { kernel: true, ..seen }.header(captured));
     }
 
-    /// Shows the reader all that has been written.
+    /// Publishes all written records to the reader.
     pub fn show(&mut self) {
         if self.last.take().is_some() {
             self.ring.store(HEAD, self.head);
@@ -301,7 +302,7 @@ mod tests {
         writer.push(&seen(3), b"three").expect("room");
         writer.show();
         let mut frame = Vec::new();
-        // Something followed the first one: it is not taken back.
+        // Another record follows the first one, so it is not removed.
         assert_eq!(reader.next(&mut frame), Ok(Some(Seen { kernel: true, ..seen(1) })));
         assert_eq!(reader.next(&mut frame), Ok(Some(seen(3))));
         assert_eq!(frame, b"three");

@@ -2,8 +2,9 @@
 //! to the NIC.
 //!
 //! A ring holds records: a header of 24 bytes (length, port, address of the other end), then the datagram, rounded up
-//! to 8 bytes. It has one writer and one reader, and each keeps its own position to itself and only shows it: a program
-//! that writes nonsense into shared memory reads or sends nonsense, and the NIC stays within the ring.
+//! to 8 bytes. It has one writer and one reader. Each keeps its own position in private memory and only publishes a
+//! copy: so a program that writes nonsense into shared memory only reads or sends nonsense, and the NIC stays within
+//! the ring.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +17,7 @@ use std::sync::atomic::{Ordering, fence};
 /// Bytes of a record's header.
 const HEADER: u32 = 24;
 
-/// Longest datagram, in bytes: what an IPv4 packet has room for.
+/// Longest datagram that an IPv4 packet has room for, in bytes.
 pub const LONGEST: usize = 65_507;
 
 /// Bytes that a datagram takes in a ring.
@@ -55,7 +56,7 @@ pub enum Direction {
     Send,
 }
 
-/// A ring, as both its ends have it.
+/// The part of a ring that both ends use.
 #[derive(Clone, Debug)]
 struct Ring {
     memory: Arc<Region>,
@@ -94,7 +95,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// The writing end of a socket's ring, which goes on where the last one stopped. At most `limit` bytes are in the
+    /// The writing end of a socket's ring, which continues where the last one stopped. At most `limit` bytes are in the
     /// ring at a time. None if the place is not inside of session memory.
     pub fn new(memory: &Arc<Region>, place: &Place, direction: Direction, limit: u32) -> Option<Writer> {
         let ring = Ring::new(memory, place, direction)?;
@@ -131,7 +132,7 @@ impl Writer {
         true
     }
 
-    /// Whether the reader has read everything, as it says.
+    /// Whether the reader has read everything, by its published position.
     pub fn is_drained(&self) -> bool {
         self.ring.load(self.ring.tail) == self.head
     }
@@ -140,7 +141,7 @@ impl Writer {
 /// The next datagram of a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
-    /// Where it came from, or where it is to go.
+    /// The sender of a received datagram, or the destination of one to be sent.
     pub other: Endpoint,
     /// Its bytes.
     pub length: u32,
@@ -155,16 +156,16 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// The reading end of a socket's ring, which goes on where the last one stopped. None if the place is not inside of
-    /// session memory.
+    /// The reading end of a socket's ring, which continues where the last one stopped. None if the place is not inside
+    /// of session memory.
     pub fn new(memory: &Arc<Region>, place: &Place, direction: Direction) -> Option<Reader> {
         let ring = Ring::new(memory, place, direction)?;
         let tail = ring.load(ring.tail);
         Some(Reader { ring, tail })
     }
 
-    /// The next datagram. A ring whose contents contradict each other is empty from then on, until its writer goes on
-    /// behind them.
+    /// The next datagram. If the ring's contents are inconsistent, it counts as empty until its writer appends further
+    /// datagrams.
     pub fn peek(&self) -> Option<Record> {
         let there = self.ring.load(self.ring.head).wrapping_sub(self.tail);
         if there < HEADER || there > self.ring.bytes.length() {
@@ -205,13 +206,13 @@ impl Wish {
         Wish { memory: memory.clone(), word: place.word(offset) }
     }
 
-    /// Asks to be woken when there is something in the ring. The caller looks into the ring once more after this.
+    /// Asks to be woken when the ring has a datagram. The caller must check the ring once more after this.
     pub fn make(&self) {
         self.memory.word32(self.word).store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Takes the other end's wish after something was put into the ring. Returns whether there was one.
+    /// Takes the other end's wish, after a datagram was put into the ring. Returns whether there was a wish.
     pub fn take(&self) -> bool {
         fence(Ordering::SeqCst);
         let word = self.memory.word32(self.word);
@@ -285,7 +286,7 @@ mod tests {
         assert_eq!((0..100).filter(|_| push(76)).count(), 9, "of 104 bytes each");
     }
 
-    /// Whatever is in shared memory, neither end leaves its ring or stops.
+    /// With any contents of shared memory neither end leaves its ring, or loops for ever.
     #[test]
     fn nonsense_harms_nobody() {
         let mut random = 1u64;

@@ -40,8 +40,8 @@ pub enum ImageError {
     Inconsistent(&'static str),
 }
 
-/// The FNV-1a hash of the bytes. It finds damage; forged images are found by [`crate::Image::check`], and kept out by
-/// who may write the memory.
+/// The FNV-1a hash of the bytes. It detects damage only. Against forged images there is [`crate::Image::check`], and
+/// the memory is writable only for trusted processes.
 pub(crate) fn digest(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }

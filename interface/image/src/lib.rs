@@ -1,12 +1,13 @@
 //! The connection image: the state of a connection that moves at handoff and at restore, and that a recovery builds.
 //!
 //! Every field belongs to one class, with the terms of TCP Chimney: *constant* fields never change after the handoff;
-//! *cached* fields belong to the host, which may update them; *delegated* fields belong to whoever runs the connection,
-//! and are returned at restore. The payload of the queues is not in the image: it lies in the session's memory.
+//! *cached* fields belong to the host, which may update them; *delegated* fields belong to the owner that runs the
+//! connection, and are returned at restore. The payload of the queues is not in the image: it lies in the session's
+//! memory.
 //!
-//! [`Image`] has what a kernel and a NIC both can take up. What only a NIC's TCP knows, [`NicState`], follows it where
-//! the NIC writes the image; it grows neither the agent's nor the NIC's copy of the image. Over a stay in the kernel
-//! the agent keeps it ([`Stay`]).
+//! [`Image`] has the state that both a kernel and a NIC can take over. [`NicState`], the state that only a NIC's TCP
+//! has, follows it in images that a NIC writes; it is not part of the agent's and the NIC's own copies of the image.
+//! During a stay in the kernel the agent keeps it ([`Stay`]).
 //!
 //! Sequence numbers are modulo 2³², times are in microseconds and sizes in bytes unless a field says otherwise.
 #![no_std]
@@ -117,7 +118,7 @@ impl State {
 
 macro_rules! image {
     ($($(#[doc = $doc:literal])* $class:ident $name:ident: $type:ty,)*) => {
-        /// A connection that nobody runs: between its export and its import.
+        /// The state of a connection that no owner runs: between its export and its import.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub struct Image { $($(#[doc = $doc])* pub $name: $type,)* }
 
@@ -172,7 +173,7 @@ image! {
     Cached keepalive_count: u32,
     /// TCP_USER_TIMEOUT in milliseconds, 0 for the default.
     Cached user_timeout: u32,
-    /// How long its data is sent again without TCP_USER_TIMEOUT: the host's tcp_retries2 (RFC 9293's R2).
+    /// How long its data is retransmitted without TCP_USER_TIMEOUT: the host's tcp_retries2 (RFC 9293's R2).
     Cached retries: u8,
     /// The connection's state.
     Delegated state: State,
@@ -210,11 +211,11 @@ image! {
     Delegated min_rtt: u32,
     /// Reordering was seen on the path from the peer.
     Delegated reordering_seen: bool,
-    /// Microseconds since data was last sent, or sent again; `None` if unknown.
+    /// Microseconds since data was last sent or retransmitted; `None` if unknown.
     Delegated sent_ago: Option<u32>,
-    /// What the kernel shows of the time for which the peer has not answered. Of a NIC, [`NicState`] has it.
+    /// The time for which the peer has not answered, as far as the kernel shows it. For a NIC it is in [`NicState`].
     Delegated silence: Silence,
-    /// The congestion window is worn down while nothing is sent (RFC 2861): the host's tcp_slow_start_after_idle.
+    /// The congestion window decays while nothing is sent (RFC 2861): the host's tcp_slow_start_after_idle.
     Cached slow_start_after_idle: bool,
 }
 
@@ -272,7 +273,7 @@ impl Image {
         self.encode_with(None, out)
     }
 
-    /// The same with what only a NIC knows, if that is known.
+    /// As [`Image::encode`], with the NIC's own state if there is any.
     ///
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short.
@@ -290,7 +291,7 @@ impl Image {
         Ok(length)
     }
 
-    /// Decodes an image and checks it with [`Image::check`]. What only a NIC knows is left out.
+    /// Decodes an image and checks it with [`Image::check`]. The NIC's own state is left out.
     ///
     /// # Errors
     /// What is wrong with the bytes; the caller leaves the connection where it was.
@@ -298,8 +299,8 @@ impl Image {
         Image::read(bytes).map(|(image, _)| image)
     }
 
-    /// The same with what only a NIC knows, if the image says it. Its segments in flight are checked against the image;
-    /// its other numbers are bounded by whoever takes them up.
+    /// As [`Image::decode`], with the NIC's own state if the image has it. Its segments in flight are checked against
+    /// the image; its other numbers are bounded by the TCP that takes them over.
     ///
     /// # Errors
     /// What is wrong with the bytes; the caller leaves the connection where it was.

@@ -1,11 +1,11 @@
-//! What only a NIC's TCP knows of a connection: the kernel neither shows it in repair mode nor takes it. It follows the
-//! image's fields where one NIC hands a connection to another, or where it still holds after a stay in the kernel, and
-//! is absent otherwise. Whoever takes a connection up without it goes on with the safe assumptions of
+//! The state of a connection that only a NIC's TCP has: the kernel neither shows nor accepts it in repair mode. It
+//! follows the image's fields if one NIC hands a connection to another, or if it is still valid after a stay in the
+//! kernel, and is absent otherwise. A TCP that takes over a connection without it uses the safe assumptions of
 //! `Connection::from_image`.
 //!
-//! Every field is *delegated* ([`crate::Class`]). Two NICs have different clocks, so a moment is an age, or a time that
-//! is left, in microseconds at the moment of the image: the image is to be taken up at once. Whoever takes it up
-//! believes no number: it bounds each by what the image's own fields allow.
+//! Every field is *delegated* ([`crate::Class`]). Two NICs have different clocks, so a time is stored as an age, or as
+//! the time that is left, in microseconds at the time of the image: the image has to be taken over at once. The new
+//! owner trusts no number: it bounds each by what the image's own fields allow.
 
 use crate::codec::{Field, Reader, Writer, fields};
 use crate::{Image, ImageError};
@@ -21,7 +21,7 @@ pub const LOST: u8 = 2;
 pub const RETRANSMITTED: u8 = 4;
 /// The segment was retransmitted at some time: no round-trip sample (Karn).
 pub const EVER: u8 = 8;
-/// The segment carries PSH, also when it is sent again.
+/// The segment carries PSH, also when it is retransmitted.
 pub const PUSHED: u8 = 16;
 /// An earlier owner sent the segment, and its time was not kept: no round-trip sample, but its order among the others
 /// counts.
@@ -49,7 +49,7 @@ pub enum Phase {
     Loss = 4,
 }
 
-/// What the one timer of the sending side stands for; only one of these is wanted at a time.
+/// The purpose of the sending side's only timer; at most one of these is needed at a time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 pub enum SendTimer {
@@ -83,7 +83,7 @@ macro_rules! numbered {
 numbered!(Phase: Open, Disorder, Reduced, Recovery, Loss);
 numbered!(SendTimer: Off, Retransmit, TailLoss, Reordering, Persist);
 
-/// The sending side, beside what is in flight.
+/// The sending side, without the segments in flight.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Sending {
     /// Sequence number behind the last segment that was shorter than the maximum (Minshall's variant of Nagle).
@@ -139,10 +139,10 @@ fields!(Receiving {
 });
 
 impl Receiving {
-    /// Goes on after the kernel had the connection, which has acknowledged what it received up to `rcv_nxt`. An
-    /// acknowledgement is due: the kernel's last one may have been held back, and the peer learns our window. What the
-    /// kernel received brought timestamps that it does not show: the NIC's last one would count as no older than those,
-    /// and after weeks as newer.
+    /// Adapts the state after a stay in the kernel, which has acknowledged the bytes that it received up to `rcv_nxt`.
+    /// An acknowledgement is due, since the kernel's last one may have been delayed, and to tell the peer our window.
+    /// If the kernel has received segments, it has seen timestamps that it does not show: compared with those the NIC's
+    /// last one would count as no older, and after weeks as newer.
     pub(crate) fn take_from_kernel(&mut self, received: bool, rcv_nxt: u32) {
         self.ack_due = true;
         if received {
@@ -152,7 +152,7 @@ impl Receiving {
     }
 }
 
-/// Timers: microseconds that are left, `None` for those that do not run.
+/// Timers: microseconds that are left, `None` for a timer that does not run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Timers {
     /// What the sending side's timer stands for.
@@ -171,8 +171,8 @@ pub struct Timers {
     pub probes: u8,
 }
 impl Timers {
-    /// Keep-alive's timer follows from the peer's silence and from how many probes were sent: the kernel ran its own
-    /// meanwhile. Other probes go on.
+    /// The keep-alive timer is computed again from the peer's silence and the number of probes, since the kernel ran
+    /// its own meanwhile. Other probes continue.
     pub(crate) fn take_from_kernel(&mut self, nothing_in_flight: bool, probes: u8) {
         (self.keepalive_in, self.probes) = (None, probes);
         if nothing_in_flight && self.send != SendTimer::Persist {
@@ -232,7 +232,7 @@ pub struct Recovery {
     pub phase: Phase,
     /// The phase ends when this sequence number is acknowledged.
     pub high_seq: u32,
-    /// Window and threshold, in segments, to go back to if the reduction was for nothing.
+    /// Window and threshold, in segments, to return to if the reduction proves spurious.
     pub undo: Option<(u32, u32)>,
     /// Retransmissions that no duplicate report has covered.
     pub undo_retransmits: u32,
@@ -260,7 +260,7 @@ pub struct Recovery {
     pub reorder_round: Option<u32>,
     /// End of a tail loss probe in flight, and whether it was a retransmission.
     pub probe: Option<(u32, bool)>,
-    /// The last segment is to be sent again as a probe.
+    /// The last segment is to be retransmitted as a probe.
     pub tail_probe_pending: bool,
     /// Duplicate acknowledgements of a peer without SACK.
     pub duplicates: u32,
@@ -316,15 +316,15 @@ pub struct Newest {
 }
 fields!(Newest { age, end, rtt });
 
-/// Segments in flight that follow each other and share their fate. All have the same length, but the last may be
-/// shorter, and may carry the FIN beside its data.
+/// Consecutive segments in flight with the same state. All have the same length, but the last may be shorter, and may
+/// carry the FIN beside its data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Run {
     /// Sequence numbers of all of them; a FIN counts.
     pub length: u32,
     /// Bytes of each; 1 for a FIN alone.
     pub segment: u16,
-    /// Microseconds since they were sent, or sent again.
+    /// Microseconds since they were sent or retransmitted.
     pub age: u32,
     /// [`SACKED`] and the others.
     pub fate: u8,
@@ -338,9 +338,9 @@ impl Run {
     }
 }
 
-/// What was sent and is not acknowledged cumulatively, oldest first, as runs. Where there are too many, the last run
-/// stands for all that is behind the others, sent last and neither SACKed nor lost: a peer may take a SACK back anyway,
-/// and what is lost is found again.
+/// The sent bytes that are not acknowledged cumulatively, oldest first, as runs. If there are too many runs, the last
+/// one stands for all remaining bytes, as sent last and neither SACKed nor lost: that is safe, since a peer may
+/// withdraw a SACK anyway, and losses are detected again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Flight {
     count: u8,
@@ -373,7 +373,7 @@ impl Flight {
         self.count += 1;
     }
 
-    /// The last segment was sent again: its run gives no round-trip sample.
+    /// Marks the last segment as retransmitted: its run gives no round-trip sample.
     pub(crate) fn sent_again_last(&mut self) {
         if let Some(last) = self.runs[..usize::from(self.count)].last_mut() {
             last.fate |= EVER;
@@ -420,7 +420,7 @@ impl Field for Flight {
     }
 }
 
-/// All that only a NIC's TCP knows of a connection.
+/// The state of a connection that only a NIC's TCP has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NicState {
     /// The sending side.
@@ -435,13 +435,13 @@ pub struct NicState {
     pub recovery: Recovery,
     /// The newest segment known to be delivered.
     pub newest: Option<Newest>,
-    /// What is in flight; empty if the connection has ended.
+    /// The segments in flight; empty if the connection has ended.
     pub flight: Flight,
 }
 fields!(NicState { sending, receiving, timers, congestion, recovery, newest, flight });
 
 impl NicState {
-    /// Makes every age and every time that is left what it is `micros` later.
+    /// Advances every age and every remaining time by `micros`.
     pub(crate) fn age(&mut self, micros: u64) {
         let short = u32::try_from(micros).unwrap_or(u32::MAX);
         let older = |age: &mut u32| *age = age.saturating_add(short);
@@ -457,7 +457,7 @@ impl NicState {
         self.flight.runs[..usize::from(self.flight.count)].iter_mut().for_each(|run| older(&mut run.age));
     }
 
-    /// Checks what the fields of the image do not bound: that the segments in flight are those of the image.
+    /// Checks that the segments in flight are those of the image; the other numbers are bounded by the image's fields.
     pub(crate) fn check(&self, image: &Image) -> Result<(), ImageError> {
         let ended = image.state == crate::State::Closed;
         self.flight.check(if ended { 0 } else { image.snd_nxt.wrapping_sub(image.snd_una) })
@@ -545,7 +545,7 @@ mod tests {
         assert_eq!(flight.runs()[3], Run { length: 1, segment: 1, age: 50, fate: 0 }, "a FIN alone joins no data");
     }
 
-    /// What has no room in runs is neither SACKed nor lost, and left last.
+    /// Segments that have no room in the runs count as neither SACKed nor lost, and as sent last.
     #[test]
     fn the_last_run_stands_for_the_rest() {
         let mut flight = Flight::default();

@@ -1,5 +1,5 @@
-//! A short encoding, for an image that is kept for long while its connection is idle: only bytes that differ from those
-//! of a usual connection are written. The 4-tuple is not, since whoever keeps the image knows it.
+//! A short encoding, for an image that is kept for a long time while its connection is idle: only bytes that differ
+//! from those of a usual connection are written. The 4-tuple is not written, since it is stored beside the image.
 //!
 //! The form is read by the program that wrote it, or by the next one of the same version: it has a digest and no
 //! version.
@@ -14,19 +14,19 @@ const GROUP: usize = 8;
 const GROUPS: usize = GROUP * 8;
 /// Largest length of the short form, in bytes.
 pub const MAX_SHORT: usize = BASE + MAX_ENCODED + MAX_ENCODED / GROUP + MAX_ENCODED / GROUPS;
-/// Bytes in front of the masks: two sequence numbers, from which the usual image is made, the digest, and what is
-/// there.
+/// Bytes in front of the masks: two sequence numbers, from which the usual image is made, the digest, and flags for the
+/// parts that follow.
 const BASE: usize = 13;
 const _: () = assert!(MAX_ENCODED.is_multiple_of(GROUPS));
 
-/// The fields of an image and of what a NIC knows, without header and digest; zeros follow them.
+/// The fields of an image and of the NIC's own state, without header and digest; zeros follow them.
 type Plain = [u8; MAX_ENCODED];
 
-/// What becomes of a field that usually is close to another one.
+/// The direction of converting fields that usually are close to another field.
 #[derive(Clone, Copy)]
 enum Turn {
-    /// It becomes its distance from the other, of which the lowest bit is the sign, so that a short distance has few
-    /// bytes that are not 0.
+    /// The field becomes its distance from the other one, with the sign in the lowest bit, so that a short distance has
+    /// few nonzero bytes.
     Relative,
     /// The distance becomes the field again.
     Absolute,
@@ -53,7 +53,7 @@ impl Turn {
         };
     }
 
-    /// Turns the fields that are close to others: what has been received and sent, smallest round-trip times, and ages,
+    /// Converts the fields that are close to others: positions received and sent, smallest round-trip times, and ages,
     /// which count from the last traffic.
     fn apply(self, image: &mut Image, nic: Option<&mut NicState>) {
         self.u32(&mut image.rcv_adv, image.rcv_nxt);
@@ -113,8 +113,8 @@ fn usual(flow: Flow, snd_una: u32, rcv_nxt: u32, nic: bool) -> Result<Plain, Ima
 }
 
 impl Image {
-    /// Writes the short form of the image, and of what only a NIC knows if that is given, into `out`. Returns its
-    /// length in bytes.
+    /// Writes the short form of the image, and of the NIC's own state if it is given, into `out`. Returns its length in
+    /// bytes.
     ///
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short; [`MAX_SHORT`] bytes are enough.

@@ -1,4 +1,5 @@
-//! How long the peer has not answered. TCP_REPAIR neither shows nor takes that, but TCP_INFO has enough to work it out.
+//! For how long the peer has not answered. TCP_REPAIR neither shows nor accepts that, but it can be computed from
+//! TCP_INFO.
 
 use crate::ImageError;
 use crate::codec::{Field, Reader, Writer, fields};
@@ -14,7 +15,8 @@ pub struct Silence {
     pub probes: u8,
     /// Since the peer's last segment.
     pub heard_ago: u64,
-    /// Segments that the kernel has received since it got the connection; from a NIC it gets one when it gets that.
+    /// Segments that the kernel has received since it got the connection. At a restore the NIC's replay is the first
+    /// one.
     pub received: u32,
 }
 fields!(Silence { unanswered_for, backoff, probes, heard_ago, received });

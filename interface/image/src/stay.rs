@@ -1,6 +1,6 @@
-//! A connection's stay in the kernel, between a restore and the next offload. TCP_REPAIR takes and shows neither
-//! congestion state nor what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the
-//! connection up, and completes the kernel's image with as much of it as still holds.
+//! A connection's stay in the kernel, between a restore and the next offload. TCP_REPAIR neither accepts nor shows
+//! congestion state and the state of segments in flight. So the agent keeps the state that the NIC wrote when it gave
+//! the connection up, and completes the kernel's image with the parts that are still valid.
 
 use crate::nic::{Receiving, SendTimer};
 use crate::{Image, NicState, Silence, State};
@@ -9,13 +9,13 @@ use crate::{Image, NicState, Silence, State};
 /// TCP_RTO_MIN).
 const LEAST_VARIATION: u64 = 200_000;
 
-/// What a NIC knew of a connection that was restored.
+/// The NIC's state of a connection that was restored.
 #[derive(Clone, Copy, Debug)]
 pub struct Stay {
-    /// The image from which the kernel goes on.
+    /// The image with which the kernel's stay began.
     image: Image,
     nic: Option<NicState>,
-    /// When the image was written, in microseconds of the keeper's own clock.
+    /// When the image was written, in microseconds of the caller's clock.
     since: u64,
 }
 
@@ -25,8 +25,8 @@ impl Stay {
         Stay { image, nic, since }
     }
 
-    /// Whether the kernel need not send anything when the stay begins: everything sent is acknowledged, everything
-    /// received is acknowledged and read, and the advertised window still holds.
+    /// Whether the kernel has nothing to send when the stay begins: all sent bytes are acknowledged, all received bytes
+    /// are acknowledged and read, and the advertised window is still valid.
     pub fn is_idle(&self) -> bool {
         let image = &self.image;
         let told = self.nic.is_some_and(|NicState { receiving, sending, .. }| {
@@ -36,13 +36,13 @@ impl Stay {
         told && image.state == State::Established && image.snd_una == image.snd_end && image.unread == 0
     }
 
-    /// Completes an image that was `exported` from the kernel, and returns what only the NIC knew, if that still holds:
-    /// nothing was sent and nothing acknowledged meanwhile. `retransmitted` is the number of segments that the kernel
-    /// has sent again since it got the connection, `now` is in microseconds of the clock of [`Stay::new`].
+    /// Completes an image that was `exported` from the kernel, and returns the NIC's own state if it is still valid,
+    /// since nothing was sent and nothing acknowledged meanwhile. `retransmitted` is the number of segments that the
+    /// kernel has retransmitted since it got the connection, `now` is in microseconds of the clock of [`Stay::new`].
     ///
-    /// The congestion window and the round-trip times are the NIC's until the kernel has measured a round trip of its
-    /// own: it begins anew, as after a handshake. TS.Recent, which the kernel does not show, is still the NIC's if
-    /// nothing was received meanwhile, and so much older; else PAWS begins anew (RFC 7323 section 5.2).
+    /// The congestion window and the round-trip times are taken from the NIC's state until the kernel has measured a
+    /// round trip itself: it starts as after a handshake. TS.Recent, which the kernel does not show, is taken from the
+    /// NIC's state, with its age, if nothing was received meanwhile; else PAWS starts again (RFC 7323 section 5.2).
     pub fn complete(&self, exported: &mut Image, retransmitted: u32, now: u64) -> Option<NicState> {
         self.add_silence(exported, now);
         let kept = if retransmitted == 0 && self.sent_nothing(exported) { self.nic } else { None };
@@ -68,15 +68,15 @@ impl Stay {
         Some(state)
     }
 
-    /// When the connection ends by TCP_USER_TIMEOUT if its peer goes on being silent, in microseconds of the clock of
-    /// [`Stay::new`]. The kernel, which takes no time that has run, and has measured no round trip yet, would end it
-    /// seconds later.
+    /// When the connection ends by TCP_USER_TIMEOUT if its peer stays silent, in microseconds of the clock of
+    /// [`Stay::new`]. The kernel would end it seconds later: it starts counting at the import, and has measured no
+    /// round trip yet.
     pub fn gives_up_at(&self) -> Option<u64> {
         let limit = u64::from(self.image.user_timeout) * 1000;
         self.unanswered_since().filter(|_| limit > 0).map(|since| since.saturating_add(limit))
     }
 
-    /// When the peer was first asked again without an answer, or will be, if something waits for its answer.
+    /// When the first unanswered retransmission or probe was sent, or will be, if anything waits for the peer's answer.
     fn unanswered_since(&self) -> Option<u64> {
         let Image { snd_una, snd_nxt, snd_end, snd_wnd, srtt, rttvar, sent_ago, state, .. } = self.image;
         let waits = snd_nxt != snd_una || snd_wnd == 0 && snd_end != snd_una;
@@ -109,10 +109,10 @@ impl Stay {
         })
     }
 
-    /// Adds to what the kernel shows of the peer's silence what had run before, if the peer has still not answered.
+    /// Adds the silence before the stay to the silence that the kernel shows, if the peer has still not answered.
     fn add_silence(&self, exported: &mut Image, now: u64) {
         let (was, silence, before) = (&self.image, &mut exported.silence, self.silence());
-        // The first segment was the peer's last header, which the NIC has repeated.
+        // The first segment that the kernel received was the NIC's replay of the peer's last header.
         let heard = silence.received > 1 || exported.rcv_nxt != was.rcv_nxt;
         let still_waits = exported.snd_una == was.snd_una && (exported.snd_nxt != exported.snd_una || exported.snd_wnd == 0);
         if still_waits && let Some(ran) = self.unanswered_since().and_then(|since| now.checked_sub(since)) {
@@ -158,7 +158,7 @@ mod tests {
         (image, state)
     }
 
-    /// What the kernel shows of a connection that it took from an image a moment ago.
+    /// The kernel's export of a connection that was just imported from an image.
     fn exported(image: &Image) -> Image {
         let ts_clock = image.ts_clock.wrapping_add(2);
         Image { ts_recent: 0, ts_clock, cwnd: 10, ssthresh: u32::MAX, srtt: 0, rttvar: 0, min_rtt: 0, ..*image }
@@ -236,7 +236,8 @@ mod tests {
         assert_eq!(Stay::new(image, None, 0).complete(&mut exported(&image), 0, 1), None, "a NIC that died wrote nothing");
     }
 
-    /// The kernel takes no FIN in repair mode: it sends it again, and its acknowledgement times nothing (Karn).
+    /// The kernel accepts no FIN in repair mode: it retransmits the FIN, whose acknowledgement then gives no round-trip
+    /// sample (Karn).
     #[test]
     fn a_fin_in_flight_was_sent_again() {
         let (image, state) = rested();
@@ -246,7 +247,7 @@ mod tests {
         assert_eq!((state.flight.runs()[1].fate, fates), (0, [EVER, EVER]));
     }
 
-    /// The kernel counts from the import on: what had run before is added, unless the peer has answered.
+    /// The kernel counts silence from the import on: the silence before it is added, unless the peer has answered.
     #[test]
     fn silence_goes_on_over_a_stay() {
         let (image, state) = rested();
@@ -255,7 +256,7 @@ mod tests {
         let receiving = Receiving { silent_for: 900_000, ..state.receiving };
         let stay = Stay::new(image, Some(NicState { timers, receiving, ..state }), 1_000_000);
         assert_eq!(stay.gives_up_at(), Some(2_300_000));
-        // The kernel has sent again: what the NIC knew of the segments holds no more, but the peer has still not
+        // The kernel has retransmitted: the NIC's state of the segments is no longer valid, but the peer has still not
         // answered.
         let mut shown = Image { silence: Silence { probes: 1, ..Silence::default() }, ..exported(&image) };
         assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);
@@ -263,7 +264,7 @@ mod tests {
         assert_eq!(shown.silence, ran);
         let kept = stay.complete(&mut exported(&image), 0, 1_500_000).expect("it holds");
         assert_eq!((kept.timers.unanswered_for, kept.timers.probes, kept.receiving.silent_for), (Some(1_200_000), 2, 1_400_000));
-        // A move that was undone after that: the time goes on from what its image says.
+        // A move that was undone after that: the time continues from its image.
         let undone = Image { silence: ran, ..image };
         let stay = Stay::new(undone, None, 1_500_000);
         assert_eq!(stay.gives_up_at(), Some(2_300_000));
@@ -271,7 +272,7 @@ mod tests {
         assert_eq!(stay.complete(&mut shown, 0, 1_600_000), None);
         let more = Silence { unanswered_for: Some(1_300_000), heard_ago: 1_500_000, ..ran };
         assert_eq!(shown.silence, more);
-        // The peer has sent or acknowledged something: silence begins anew.
+        // The peer has sent or acknowledged something: the silence starts again.
         let heard = Silence { heard_ago: 100, received: 2, ..Silence::default() };
         let mut shown = Image { silence: heard, snd_una: image.snd_una.wrapping_add(1), ..exported(&image) };
         assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);

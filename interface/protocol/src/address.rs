@@ -34,7 +34,7 @@ impl OwnAddress {
     }
 }
 
-/// Why no host can have this address; empty if one can.
+/// The reason why no host can have this address; empty if a host can.
 fn why_not_v4(address: Ipv4Addr, prefix: u8) -> &'static str {
     let host_bits = u32::MAX.checked_shr(prefix.into()).unwrap_or(0);
     let host = u32::from(address) & host_bits;
@@ -85,7 +85,7 @@ impl fmt::Display for OwnAddress {
     }
 }
 
-/// What has become of an address of the NIC's.
+/// The state of an address of the NIC's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
     /// It is being probed for.
@@ -116,17 +116,17 @@ pub struct AddressInfo {
     pub address: IpAddr,
     /// Name of the device by which it is reached; empty if there is none.
     pub device: String,
-    /// What has become of it.
+    /// Its state.
     pub standing: Standing,
-    /// Why it is not used, or who else claims it; empty if all is well.
+    /// Why it is not used, or which host also claims it; empty if neither.
     pub reason: String,
     /// Probes sent.
     pub probes: u64,
     /// Announcements sent.
     pub announcements: u64,
-    /// Questions that the NIC has answered.
+    /// ARP requests and neighbour solicitations that the NIC has answered.
     pub answers: u64,
-    /// Questions that it has not answered, since their sender asks too often.
+    /// Requests that it has not answered, since their sender asks too often.
     pub unanswered: u64,
     /// Frames by which another host claimed it.
     pub conflicts: u64,

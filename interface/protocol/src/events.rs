@@ -1,4 +1,4 @@
-//! What has happened to connections, and how often, by reason.
+//! Events of connections, and counters of events by reason.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,29 +30,29 @@ pub enum What {
 }
 
 impl What {
-    /// Whether it may come again and again for the same reason, and is counted then.
+    /// Whether the event may repeat for the same reason, so that repetitions are counted.
     pub fn repeats(self) -> bool {
         matches!(self, What::StayedInKernel | What::StayedOnNic)
     }
 
-    /// Whether it takes time.
+    /// Whether the event has a duration.
     pub fn takes_time(self) -> bool {
         matches!(self, What::Made | What::ToNic | What::ToKernel | What::Grown(..))
     }
 }
 
-/// Something that has happened to a connection.
+/// An event of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Happened {
-    /// Microseconds ago; of what came several times, the last.
+    /// Microseconds since the event; since the last one, if it came several times.
     pub ago_us: u64,
-    /// What it was.
+    /// The kind of event.
     pub what: What,
-    /// Number of the NIC that it is about.
+    /// Number of the NIC that the event is about.
     pub nic: Option<u8>,
-    /// Why: a number in [`Told::reasons`].
+    /// The reason: an index in [`Told::reasons`].
     pub reason: Option<u32>,
-    /// Of what takes time, microseconds; of what repeats, how often it came.
+    /// The duration in microseconds of an event that has one; the number of repetitions of one that repeats.
     pub figure: u32,
 }
 
@@ -63,11 +63,11 @@ pub struct History {
     pub session: u32,
     /// Its number in the session.
     pub connection: u32,
-    /// What has happened to it.
+    /// Its events.
     pub events: Vec<Happened>,
 }
 
-/// The events of several connections. A reason that many have is there once.
+/// The events of several connections. Each reason is stored once, also if many events have it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Told {
     /// Why things have happened.
@@ -92,7 +92,7 @@ impl Told {
     }
 }
 
-/// How often times fell into which range.
+/// Counts of times by range.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram {
     /// Times up to each of [`Histogram::BOUNDS`] and above the one before it; the last are those above all.
@@ -125,7 +125,7 @@ impl Histogram {
     }
 }
 
-/// What has been counted of a program.
+/// The counters of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramCounts {
     /// Its user; None for programs of several users that are counted together.
@@ -146,14 +146,13 @@ pub struct ProgramCounts {
     pub sent: u64,
     /// Bytes that its connections have received while they were on NICs.
     pub received: u64,
-    /// How long its connections stood still for a move to a NIC: from the steal on.
+    /// Blackouts of its connections in moves to a NIC, from the steal on.
     pub to_nic_blackout: Histogram,
-    /// The same for moves to the kernel: from the moment at which the NIC was asked to stop.
+    /// Blackouts in moves to the kernel, from the NIC's command to stop on.
     pub to_kernel_blackout: Histogram,
-    /// How long they stood still when their NIC had died, from the moment at which the agent noticed that.
+    /// Blackouts after their NIC's death, from the time at which the agent noticed it.
     pub recovery_blackout: Histogram,
-    /// Smoothed round-trip times of its connections on NICs: of each one whenever it is found to have carried
-    /// something.
+    /// Smoothed round-trip times of its connections on NICs, sampled when a connection is found to have carried data.
     pub rtt: Histogram,
 }
 

@@ -10,12 +10,12 @@ pub const RULES_PER_MESSAGE: usize = 200;
 /// Most bytes of a rule's text.
 pub const MAX_RULE: usize = 256;
 
-/// What an owner gets from the process that starts it.
+/// The settings that an owner gets from the process that starts it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct OwnerSettings {
     /// Path of the socket at which tools change the rules.
     pub socket: PathBuf,
-    /// What a tool must present.
+    /// The key that a tool must present.
     pub key: Vec<u8>,
     /// The first rules.
     pub rules: Vec<String>,
@@ -46,7 +46,7 @@ pub type AgentRequest = (u64, ToOwner);
 /// The answer.
 pub type AgentAnswer = (u64, FromOwner);
 
-/// What an agent asks for.
+/// Requests of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToOwner {
     /// Start a NIC, in place of any other. With the descriptors of NIC memory and both doorbells.
@@ -55,7 +55,7 @@ pub enum ToOwner {
     End,
 }
 
-/// What an agent is answered.
+/// Answers to an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromOwner {
     /// The NIC runs as this process, in the owner's PID namespace. With the agent's end of its control connection.
@@ -71,7 +71,7 @@ pub enum FromOwner {
 pub enum ToFilter {
     /// Rules, each with the slot of its counters; the first ones come first.
     Rules(Vec<(u16, String)>),
-    /// Those were all: put them in force. The key of the flows' hashes and the number of this set of rules.
+    /// All rules were sent: put them in force. The key of the flows' hashes and the number of this set of rules.
     Apply {
         /// Random; the same for as long as the memory of the flows.
         key: [u64; 4],
@@ -94,11 +94,11 @@ pub enum FromFilter {
 pub struct FilterRequest {
     /// The key that was given when the owner was started.
     pub key: Vec<u8>,
-    /// What is asked for.
+    /// The request.
     pub ask: FilterAsk,
 }
 
-/// What a tool can ask the owner for.
+/// Requests of a tool to the owner.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FilterAsk {
     /// Add a rule, at the end or before another one.
@@ -121,14 +121,14 @@ pub enum FilterAsk {
     List(usize),
 }
 
-/// What a rule has counted.
+/// The counters of a rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RuleCounters {
     /// Frames that it matched.
     pub packets: u64,
     /// Bytes of those frames, Ethernet header included.
     pub bytes: u64,
-    /// Those of the frames that its limit has dropped.
+    /// Frames of these that its limit has dropped.
     pub over: u64,
 }
 

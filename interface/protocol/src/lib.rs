@@ -1,5 +1,5 @@
-//! Every message between programs, agent, keeper and NIC, each once. Messages are encoded with postcard, which does not
-//! say what it encodes: so each control connection begins with a version.
+//! All messages between programs, agent, keeper and NIC. They are encoded with postcard, whose encoding does not
+//! describe itself: so each control connection begins with a version.
 #![forbid(unsafe_code)]
 
 pub mod address;
@@ -11,8 +11,8 @@ pub mod nic;
 pub mod program;
 pub mod report;
 
-/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. Each is
-/// started from the file that its starter runs (`baton_linux::starter::own_command`), whatever has taken that file's
-/// place since, so they differ only if somebody starts one by hand. An agent takes the sessions of the last one over,
-/// whose memory is as that has made it.
+/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. Each
+/// process is started from the file that its starter runs (`baton_linux::starter::own_command`), even if that file was
+/// replaced since, so versions differ only if a process is started by hand. An agent takes over the sessions of the
+/// last one, with the memory layout of that agent.
 pub const VERSION: u32 = 12;

@@ -1,10 +1,10 @@
-//! Why the kernel alone serves a program, or some of its connections: what no line of a connection in `baton ls` can
-//! say, since the agent has no such connection. Those that it has say why themselves.
+//! Why the kernel alone serves a program, or some of its connections (*natively*), for `baton ls`. These connections
+//! have no lines there, since they are not registered with the agent; registered ones have their own reason.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Why a program of musl runs natively; after its dynamic linker's path.
+/// Why a program linked with musl runs natively; this text follows its dynamic linker's path.
 pub const MUSL: &str = "), and the library that it would need is one for glibc";
 
 /// Why a statically linked program runs natively.
@@ -13,7 +13,7 @@ pub const STATIC: &str = "it is statically linked, and no library can be loaded 
 /// Why a Go program runs natively.
 pub const GO: &str = "it is a Go program, which makes its system calls past the C library; `baton attach` moves its connections";
 
-/// Why a program, or a connection of its, is served natively.
+/// Why a program, or one of its connections, is served natively.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Native {
     /// The program is statically linked.
@@ -28,9 +28,9 @@ pub enum Native {
     OutOfReach,
     /// The program uses io_uring.
     IoUring,
-    /// The program makes processes past the C library.
+    /// The program creates processes past the C library.
     RawFork,
-    /// A connection's options have receiving return more than bytes.
+    /// A connection has options by which a receive returns more than bytes.
     ReceivesMore,
     /// A connection is one of MPTCP.
     Mptcp,
@@ -41,12 +41,12 @@ pub enum Native {
 }
 
 impl Native {
-    /// Whether it is true of single connections only.
+    /// Whether the reason applies to single connections only.
     pub fn is_of_connections(&self) -> bool {
         matches!(self, Native::ReceivesMore | Native::Mptcp | Native::Refused(_))
     }
 
-    /// The cause that is noted for connections that were on the NIC, in reports.
+    /// The cause in reports for connections that were on the NIC.
     pub fn cause(&self) -> &'static str {
         match self {
             Native::Static => "static",

@@ -37,7 +37,7 @@ pub struct LinkSettings {
     pub duplicate: u32,
     /// Probability that a bit of a frame is changed.
     pub corrupt: u32,
-    /// Faults affect only what the NIC sends; what it receives is delayed and nothing else.
+    /// Faults affect only frames that the NIC sends; received frames are only delayed.
     pub one_way: bool,
     /// Seed of the random faults.
     pub seed: u64,
@@ -46,7 +46,7 @@ pub struct LinkSettings {
 /// The settings of a NIC process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NicSettings {
-    /// Number of the NIC among its agent's.
+    /// Number of the NIC among the agent's NICs.
     #[serde(default)]
     pub number: usize,
     /// Largest number of offloaded connections.
@@ -82,7 +82,7 @@ pub struct NicSettings {
     /// The NIC has an owner, which starts it for the agent and sets the rules of its filter: see [`crate::filter`].
     #[serde(default)]
     pub owned: bool,
-    /// Addresses that are the NIC's own. Where it has an owner, these are the owner's to choose.
+    /// Addresses that are the NIC's own. For a NIC with an owner, the owner chooses them.
     #[serde(default)]
     pub addresses: Vec<OwnAddress>,
     /// Microseconds between two probes for such an address, at least; other times are in proportion (RFC 5227 section
@@ -132,7 +132,7 @@ pub enum Descriptor {
     Injector = 9,
 }
 
-/// The way to a host: what its frames' headers say.
+/// The route to a host: the contents of its frames' headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hop {
     /// Source MAC address.
@@ -145,7 +145,7 @@ pub struct Hop {
     pub interface: u32,
 }
 
-/// A listener, as the NIC serves it.
+/// A listener's settings for the NIC.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listen {
     /// Its number.
@@ -160,7 +160,7 @@ pub struct Listen {
     pub ttl: u8,
 }
 
-/// A program's UDP socket, as the NIC serves it.
+/// A program's UDP socket, with its settings for the NIC.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatagramSocket {
     /// Its number.
@@ -173,20 +173,20 @@ pub struct DatagramSocket {
     pub limit: u32,
     /// The addresses and ports that it receives at.
     pub addresses: Vec<SocketAddr>,
-    /// The only one that it receives from, if it is connected.
+    /// The peer, from which alone it receives, if it is connected.
     pub peer: Option<SocketAddr>,
-    /// MAC address of the host's interface, for datagrams that go to the kernel after all.
+    /// MAC address of the host's interface, for datagrams that the NIC passes on to the kernel.
     pub host: [u8; 6],
 }
 
-/// The way of a UDP socket's datagrams to a host.
+/// The route of a UDP socket's datagrams to a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatagramWay {
     /// The address that they come from.
     pub source: IpAddr,
-    /// What their headers say.
+    /// The contents of their headers.
     pub hop: Hop,
-    /// Bytes of the longest IP packet; what is longer is sent by the kernel.
+    /// Bytes of the longest IP packet; the kernel sends longer ones.
     pub mtu: u32,
 }
 
@@ -201,7 +201,7 @@ pub enum ToNic {
         /// Its endpoint, and the number of this NIC for it (see the layout of session memory), if it is for messages.
         messages: Option<(Messages, u32)>,
     },
-    /// A session for messages may send to a host; without a way no more, until it has one again.
+    /// A session for messages may send to a host by this route; with None it may not.
     Reach {
         /// The session's number.
         session: u32,
@@ -222,10 +222,10 @@ pub enum ToNic {
     FastPath(u32),
     /// To the host's TCP: the session has ended.
     Detach(u32),
-    /// The NIC receives and sends the datagrams of a UDP socket from now on, or does so in another way. The doorbell
-    /// that it rings for the program comes with it.
+    /// The NIC receives and sends the datagrams of a UDP socket from now on, or the socket's settings have changed.
+    /// With the doorbell that the NIC rings for the program.
     Datagrams(DatagramSocket),
-    /// The way of a socket's datagrams to a host; None while there is none.
+    /// The route of a socket's datagrams to a host; None while there is none.
     DatagramWay {
         /// The socket's number.
         id: u32,
@@ -238,10 +238,10 @@ pub enum ToNic {
     EndDatagrams {
         /// The socket's number.
         id: u32,
-        /// What is unread goes to the kernel, in order.
+        /// Unread datagrams go to the kernel, in order.
         replay: bool,
     },
-    /// These of the addresses in its settings are the NIC's own from now on, at this MAC address.
+    /// From now on the NIC uses these of the addresses in its settings, at this MAC address.
     Addresses {
         /// The MAC address of the kernel's interface.
         mac: [u8; 6],
@@ -252,14 +252,14 @@ pub enum ToNic {
     Start,
     /// Change the offloads.
     Offloads(Box<Offloads>),
-    /// Somebody looks at the frames that pass the wire: each worker writes them into a ring of its own. The memory of
-    /// the rings (the crate `baton_capture`) comes along.
+    /// Begin a capture: each worker writes the frames that pass the wire into a ring of its own. With the memory of the
+    /// rings (the crate `baton_capture`).
     Capture(Capture),
-    /// The one with this number no longer does.
+    /// End the capture with this number.
     EndCapture(u32),
 }
 
-/// What somebody who looks at frames wants.
+/// The settings of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capture {
     /// Its number.
@@ -289,7 +289,7 @@ pub enum HostTcpDescriptor {
 /// Messages to the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// Before [`ToAgent::Ready`]: what the NIC's settings say about addresses of its own, which may be its owner's.
+    /// Before [`ToAgent::Ready`]: the addresses of the NIC's own in its settings, which may be from its owner.
     OwnAddresses {
         /// The addresses.
         addresses: Vec<OwnAddress>,
@@ -300,11 +300,11 @@ pub enum ToAgent {
     Ready,
     /// The session is attached.
     Attached,
-    /// The way to the host is known now.
+    /// The route to the host was set.
     Reached,
     /// The listener has been added, or removed.
     Listening,
-    /// The UDP socket, its way or its end is known now.
+    /// The UDP socket, or its route, was set, or the socket's end was noted.
     Served,
     /// The offloads have been changed.
     Set,

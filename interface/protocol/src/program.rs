@@ -112,10 +112,10 @@ pub enum Ask {
     /// The NIC receives and sends the datagrams of a UDP socket from now on. Its descriptor comes along, then the end
     /// of a doorbell that the NIC rings. Repeated when the program has connected the socket or changed its options.
     Datagrams {
-        /// Where its rings lie: in session memory, behind the part that the agent gives out.
+        /// Where its rings are: in session memory, behind the part from which the agent allocates.
         rings: Rings,
     },
-    /// The way of a socket's datagrams to a host, as the kernel would choose it now: [`Reply::Way`].
+    /// The route of a socket's datagrams to a host, as the kernel would choose it now: [`Reply::Way`].
     Way {
         /// The socket, from [`Reply::Datagrams`].
         socket: u32,
@@ -126,10 +126,10 @@ pub enum Ask {
     EndDatagrams {
         /// The socket.
         socket: u32,
-        /// What is unread goes to the kernel, in order.
+        /// Unread datagrams go to the kernel, in order.
         replay: bool,
     },
-    /// From a session for messages: lets the NIC send to this host, by the way that the kernel would choose now.
+    /// From a session for messages: lets the NIC send to this host, by the route that the kernel would choose now.
     Reach {
         /// Its address.
         host: IpAddr,
@@ -143,7 +143,7 @@ pub enum Ask {
         /// Why.
         why: Native,
     },
-    /// The sender, or a program that it is about to become, is served natively, or a connection of its: for `baton ls`.
+    /// The sender, a program that it is about to execute, or one of its connections is served natively: for `baton ls`.
     Native {
         /// The program's name, if that is not the session's.
         program: Option<String>,
@@ -173,7 +173,7 @@ pub enum Ask {
         connection: u32,
         /// Where to.
         to: Place,
-        /// To this NIC, whatever device its route leads to; None: to the one whose device that is.
+        /// The NIC, regardless of the device of the connection's route; None: the NIC that has this device.
         nic: Option<u32>,
     },
     /// Lists connections, as many as fit into one answer, from this session and number on.
@@ -187,7 +187,7 @@ pub enum Ask {
         /// Session and number of each.
         connections: Vec<(u32, u32)>,
     },
-    /// What connections have carried, as many as fit into one answer, from this session and number on: cheaper than
+    /// The traffic of connections, as many as fit into one answer, from this session and number on: cheaper than
     /// [`Ask::List`].
     Traffic {
         /// Session and number of the first.
@@ -199,14 +199,14 @@ pub enum Ask {
         /// Session and number of each.
         connections: Vec<(u32, u32)>,
     },
-    /// What was counted of programs, as many as fit into one answer, from this place in the list on.
+    /// The counters of programs, as many as fit into one answer, from this place in the list on.
     Counts {
         /// How many are left out.
         from: u32,
     },
     /// The NIC's counters and the agent's.
     Statistics,
-    /// What was measured of classes of connections in both places: [`Reply::Gain`].
+    /// Measurements of classes of connections in both places: [`Reply::Gain`].
     Gain,
     /// A NIC's offloads.
     Offloads {
@@ -217,15 +217,15 @@ pub enum Ask {
     SetOffloads {
         /// The NIC's number.
         nic: u32,
-        /// What it does from now on.
+        /// Its offloads from now on.
         offloads: Box<Offloads>,
     },
     /// The NIC's own addresses: [`Reply::Addresses`].
     Addresses {
-        /// The answer comes when none of them is being probed for any more.
+        /// Answer only when the probing for all of them has ended.
         settled: bool,
     },
-    /// Gives the frames that pass the NICs' wires to who asks (root), until its connection is closed:
+    /// Captures the frames that pass the NICs' wires, for a tool of root, until its connection is closed:
     /// [`Reply::Capturing`]. At most `baton_capture::MOST_CAPTURES` at a time.
     Capture {
         /// Most bytes of a frame; None for its headers.
@@ -269,24 +269,23 @@ pub struct Opening {
     pub version: u32,
     /// The group that it belongs to, from [`Reply::Grouped`]; 0 for none.
     pub group: u64,
-    /// The program's name, for lists; for an attacher, what it is attached to.
+    /// The program's name, for lists; for an attacher, its target.
     pub program: String,
-    /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only
+    /// The session is an attacher's, whose connections belong to other processes: the agent has their descriptors only
     /// during a move.
     pub attacher: bool,
-    /// The NIC keeps only the fast path of its connections, where it can: the host's TCP has the rest (partial
-    /// offload).
+    /// Partial offload, if possible: the NIC runs only the fast path of its connections, and the host's TCP the rest.
     pub fast_path: bool,
     /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle
     /// comes along.
     pub messages: Option<Messages>,
 }
 
-/// The endpoint of a session for messages, as the NIC is to serve it. The NIC checks it again.
+/// The endpoint of a session for messages. The NIC checks it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Messages {
-    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set. In raw Ethernet it is
-    /// the MAC address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
+    /// Address of the endpoint. The agent reads it from the socket, and ignores the program's value. In raw Ethernet it
+    /// is the MAC address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
     pub address: SocketAddr,
     /// Raw Ethernet frames carry the packets: the socket is a packet socket, bound to RMPP's type and the NIC's
     /// interface.
@@ -311,11 +310,11 @@ pub struct Messages {
     pub buffer_size: u16,
     /// Bytes of RMPP packet that a frame carries.
     pub packet: u16,
-    /// The NIC is to match: how many receives may be posted there. 0 if only the program matches.
+    /// How many receives may be posted on the NIC, if it is to match messages; 0 if only the program matches.
     pub posted: u16,
     /// Unexpected messages that the NIC has room for, if it matches.
     pub unexpected: u16,
-    /// Slots that the program's handles of receives name, if the NIC matches.
+    /// Number of slots for the program's handles of receives, if the NIC matches.
     pub receives: u32,
 }
 
@@ -424,8 +423,8 @@ pub enum Reply {
         /// Its number.
         connection: u32,
     },
-    /// The NIC makes the listener's connections. A socket comes along, from which a byte can be read for each of them
-    /// that waits to be accepted.
+    /// The NIC makes the listener's connections. With a socket from which one byte can be read for each connection that
+    /// waits to be accepted.
     Listening {
         /// Its number.
         listener: u32,
@@ -461,7 +460,7 @@ pub enum Reply {
     },
     /// Sent without a request by an agent that has taken over from one that died: unanswered requests must be repeated.
     Restarted {
-        /// How often that has happened to this session.
+        /// How many times that has happened to this session.
         starts: u32,
     },
     /// Sent without a request to an attacher: this connection should be moved.
@@ -471,8 +470,8 @@ pub enum Reply {
         /// Where to.
         to: Place,
     },
-    /// Sent without a request to an attacher: its programs must stand still until [`Reply::Returned`] or
-    /// [`Reply::Restarted`] comes, and the descriptors of these connections are needed ([`Ask::Lend`],
+    /// Sent without a request to an attacher: it must keep its programs stopped until [`Reply::Returned`] or
+    /// [`Reply::Restarted`] comes, and the agent needs the descriptors of these connections ([`Ask::Lend`],
     /// [`Ask::Closed`]). The connections are in the kernel afterwards.
     Fetch {
         /// The connections.
@@ -480,17 +479,17 @@ pub enum Reply {
     },
     /// Sent without a request to an attacher: the connections whose descriptors it has lent are in the kernel.
     Returned,
-    /// Attachers: process id, and what each is attached to.
+    /// Attachers: process id and target of each.
     Attachers(Vec<(u32, String)>),
     /// A connection on the NIC.
     Detail(Detail),
     /// Connections; empty at the end of the list.
     Connections(Vec<ConnectionInfo>),
-    /// What connections have carried; empty at the end of the list.
+    /// The traffic of connections; empty at the end of the list.
     Traffic(Vec<Load>),
     /// Events of connections.
     Events(Told),
-    /// What was counted of programs; empty at the end of the list.
+    /// The counters of programs; empty at the end of the list.
     Counts(Vec<ProgramCounts>),
     /// Statistics.
     Statistics(Box<Statistics>),
@@ -498,7 +497,7 @@ pub enum Reply {
     Offloads(Box<Offloads>),
     /// The NIC's own addresses.
     Addresses(Vec<AddressInfo>),
-    /// Classes of connections that are placed by measured gain, those that have carried most first.
+    /// Classes of connections that are placed by measured gain, ordered by traffic, most first.
     Gain(Vec<ClassInfo>),
     /// Frames are captured. For each NIC the memory of its rings comes along (the crate `baton_capture`); then, if the
     /// NICs are beside the kernel and its frames are wanted, a packet socket on the devices.
@@ -511,7 +510,7 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// Escapes with `plain` what a terminal would act on in the texts that people are shown.
+    /// Applies `plain`, which escapes characters that a terminal would act on, to all texts for people.
     #[must_use]
     pub fn with_plain_texts(mut self, plain: fn(&str) -> String) -> Reply {
         match &mut self {
@@ -569,8 +568,8 @@ pub struct ConnectionInfo {
     pub made_by: Place,
     /// Number of its moves.
     pub moves: u32,
-    /// On the NIC, of which that keeps only the fast path: how often it was lent to the host's TCP, and whether it is
-    /// now.
+    /// With partial offload, on the NIC: how many times the connection was lent to the host's TCP, and whether it is
+    /// lent now.
     pub lent: Option<(u32, bool)>,
     /// On the NIC, and dormant: it has carried nothing for a while, and the NIC keeps its state in few bytes.
     pub dormant: bool,
@@ -599,9 +598,9 @@ pub struct ClassInfo {
     pub place: Place,
     /// It is being measured in both places now.
     pub trial: bool,
-    /// How often it has changed its place.
+    /// How many times it has changed its place.
     pub switches: u32,
-    /// What was measured last.
+    /// The last measurement.
     pub measured: Option<Measured>,
     /// Why it belongs there.
     pub reason: String,
@@ -609,7 +608,7 @@ pub struct ClassInfo {
     pub next_us: u64,
 }
 
-/// What a class was measured to cost, and to carry, in both places.
+/// The measured costs and rates of a class in both places.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measured {
     /// Pairs of turns, one in each place.
@@ -639,18 +638,18 @@ pub struct Detail {
     pub unread: u32,
     /// The peer's window, bytes.
     pub send_window: u32,
-    /// Segments retransmitted, ever, as far as known.
+    /// Segments retransmitted in total, as far as known.
     pub retransmitted: u32,
     /// Largest segment, bytes.
     pub mss: u32,
-    /// Bytes that the peer has acknowledged since the agent has the connection. None if that is not known: of another
-    /// user's connection in the kernel.
+    /// Bytes that the peer has acknowledged since the agent has the connection. None if that is not known, as for
+    /// another user's connection in the kernel.
     pub sent: Option<u64>,
     /// Bytes received since the agent has the connection, or None as for `sent`.
     pub received: Option<u64>,
 }
 
-/// What a connection has carried.
+/// The traffic of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
     /// Its session.
@@ -665,7 +664,7 @@ pub struct Load {
     pub nic: Option<u32>,
     /// Number of its moves.
     pub moves: u32,
-    /// Bytes sent and received since the agent has it ([`Detail::sent`]). None in the middle of a move, too.
+    /// Bytes sent and received since the agent has it ([`Detail::sent`]). Also None in the middle of a move.
     pub carried: Option<(u64, u64)>,
 }
 
@@ -710,9 +709,9 @@ pub struct NicStatistics {
     pub workers: Vec<Vec<u64>>,
     /// Times that one of its workers wanted to run and got no processor.
     pub starved: u64,
-    /// Times that the agent has ended one of this number since it hung.
+    /// Times that the agent has ended a NIC with this number because it hung.
     pub hung: u64,
-    /// Deaths of those of this number, by cause: [`DEATHS`].
+    /// Deaths of NICs with this number, by cause: [`DEATHS`].
     pub deaths: BTreeMap<String, u64>,
     /// Bytes that peers have acknowledged to its connections, in the agent's life.
     pub sent: u64,
@@ -720,22 +719,22 @@ pub struct NicStatistics {
     pub received: u64,
 }
 
-/// Why a NIC dies: it was stopped, a worker of it spun or got stuck in a system call, the agent ended it since it did
-/// not do what it must, it crashed, somebody killed it.
+/// Causes of a NIC's death: it was stopped, one of its workers spun or got stuck in a system call, the agent ended it
+/// since it broke its contract, it crashed, it was killed by a signal.
 pub const DEATHS: [&str; 6] = ["stopped", "spun", "stuck", "ended", "crashed", "killed"];
 
-/// A program that runs on without Baton, or connections of one that the agent does not have.
+/// A program that runs without Baton, or a program's connections that are not registered with the agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Withdrawn {
     /// Its process id.
     pub process: u32,
-    /// What tells that process from a later one (`baton_linux::process::identity`): the id may be another one's by now.
+    /// Distinguishes that process from a later one with the same id (`baton_linux::process::identity`).
     pub identity: u64,
     /// Its name.
     pub program: String,
     /// Why.
     pub reason: String,
-    /// How many connections that is true of; 0 if it is of the whole program.
+    /// Number of connections that the reason applies to; 0 if it applies to the whole program.
     pub connections: u64,
 }
 
@@ -754,7 +753,7 @@ pub struct Statistics {
     pub nic_starts: u32,
     /// Control connections, this one included.
     pub sessions: u32,
-    /// The programs that left last, and run on without Baton.
+    /// The programs that left last, and run without Baton.
     pub withdrawn: VecDeque<Withdrawn>,
     /// Moves done.
     pub moves: u64,
@@ -762,11 +761,12 @@ pub struct Statistics {
     pub failed_moves: u64,
     /// Moves given up for a transient reason.
     pub deferred: u64,
-    /// Of these: since the NIC was full.
+    /// Moves of these that were given up since the NIC was full.
     pub full: u64,
-    /// Connections returned from a NIC that was full, since others carried more.
+    /// Connections restored from a full NIC, since other connections carried more.
     pub colder: u64,
-    /// Connections on a NIC that were reset, since it was full or their route changed, as it was set to do.
+    /// Connections on a NIC that were reset because the NIC was full or their route changed, if the NIC is set to do
+    /// so.
     pub dropped: u64,
     /// Connections restored after the NIC's death.
     pub recovered: u64,
@@ -776,6 +776,6 @@ pub struct Statistics {
     pub counters: Vec<u64>,
     /// The same counters of each worker, NIC by NIC.
     pub workers: Vec<Vec<u64>>,
-    /// Of each NIC.
+    /// The counters of each NIC.
     pub nics: Vec<NicStatistics>,
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Why a connection is where it is that has no other reason: no move was due.
+/// The reason of a connection without any other reason: no move was due.
 pub const NOT_ASKED: &str = "nothing has asked for a move";
 
 /// What happened to the connections of a group.

@@ -1,5 +1,5 @@
-//! What a session for messages (RMPP) has instead of connections: commands and events of 128 bytes in the session's two
-//! rings, and the part of session memory that they name.
+//! The contents of a session for messages (RMPP), which has no connections: commands and events of 128 bytes in the
+//! session's two rings, and the part of session memory that they refer to.
 //!
 //! | what | who writes it |
 //! |---|---|
@@ -8,8 +8,8 @@
 //! | [`baton_rmpp::Event`] | the NIC: its data half |
 //!
 //! The agent counts the NICs that a session was given to ([`baton_abi::layout::session::NIC_STARTS`]). A NIC ignores
-//! what comes before the [`begin`] with its own number: that was meant for one that has died. It sends no event before
-//! it either, so what a program finds in the ring until then is the dead one's.
+//! commands before the [`begin`] with its own number: they were meant for a NIC that has died. It sends no event before
+//! that either, so events that a program finds in the ring until then are the dead NIC's.
 #![forbid(unsafe_code)]
 
 mod memory;
@@ -20,7 +20,7 @@ use baton_ring::{Consumer, Full, Producer};
 use baton_rmpp::interface::WORDS;
 use baton_shm::RingWords;
 
-/// Messages of the ring that a record takes.
+/// Number of the ring's 16-byte messages that a record takes.
 pub const SLOTS: u64 = WORDS as u64 / 2;
 
 /// The first word of the record by which a program begins to use a NIC. No command and no event begins with it.

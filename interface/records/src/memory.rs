@@ -1,4 +1,4 @@
-//! Session memory as RMPP sees it.
+//! Access of RMPP to session memory.
 
 use baton_abi::layout::session;
 use baton_rmpp::Memory;
@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// Bytes that are copied at a time inside the memory.
 const PIECE: usize = 4096;
 
-/// The heap of a session's memory. Offsets are those in session memory; what lies in front of the heap (rings,
-/// connection blocks) cannot be reached. The other side may change any byte at any time.
+/// The heap of a session's memory. Offsets are those in session memory; the part in front of the heap (rings,
+/// connection blocks) cannot be accessed. The other side may change any byte at any time.
 #[derive(Clone, Debug)]
 pub struct SessionMemory(Arc<Region>);
 

@@ -1,5 +1,5 @@
-//! What agent and NIC both need to restore a connection to the kernel: the NIC when it is asked to, the agent when the
-//! NIC has died.
+//! Code that agent and NIC share to restore a connection to the kernel: the NIC at a normal restore, the agent after
+//! the NIC's death.
 #![forbid(unsafe_code)]
 
 mod posted;

@@ -1,6 +1,6 @@
-//! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes lie in a
-//! program's buffer instead of the receive circle. The NIC keeps it; whoever restores the connection of a dead NIC
-//! reads it.
+//! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes are in a
+//! program's buffer instead of the circular buffer. The NIC writes it; the agent reads it when it restores the
+//! connection of a dead NIC.
 
 use baton_abi::layout::{nic, scratch, slot};
 use baton_shm::{Circle, Region};
@@ -56,7 +56,7 @@ pub fn posts_of(nic_memory: &Region, at: u32) -> Vec<Post> {
     posts.filter(|post| post.length > 0).collect()
 }
 
-/// Copies the bytes in posted buffers, of those that may have been received and not read, to the circular buffer.
+/// Copies bytes from posted buffers to the circular buffer, if they may have been received and are unread.
 pub fn gather(posts: &[Post], session: &Region, circle: &Circle, read: u32) {
     let mut bytes = [0; 4096];
     if posts.is_empty() {

@@ -1,4 +1,4 @@
-//! Readers of a connection's recovery record, of the image in its slot, and of how far its program has come.
+//! Readers of a connection's recovery record, of the image in its slot, and of its program's progress.
 
 use baton_abi::layout::{block, nic, scratch, session, slot};
 use baton_abi::{Cid, Record, record, resource};
@@ -32,8 +32,8 @@ pub fn published(words: &[AtomicU64]) -> u64 {
     record::valid([0, record::STEP].map(|number| words[record::copy(number) + record::NUMBER].load(Ordering::Acquire)))
 }
 
-/// Invalidates a record, of which `words` are both copies: the valid one last, so that the other one is never taken for
-/// it.
+/// Invalidates a record, of which `words` are both copies: the valid copy last, so that the other copy never counts as
+/// valid.
 pub fn clear_records(words: &[AtomicU64]) {
     let published = published(words);
     for copy in [published + record::STEP, published] {
@@ -58,7 +58,7 @@ pub fn read_image(nic_memory: &Region, cid: Cid) -> Result<Image, ImageError> {
     Image::decode(&image_bytes(nic_memory, cid))
 }
 
-/// The same with what only the NIC knows.
+/// As [`read_image`], with the NIC's own state.
 ///
 /// # Errors
 /// What is wrong with its bytes.
@@ -66,7 +66,7 @@ pub fn read_image_with(nic_memory: &Region, cid: Cid) -> Result<(Image, Option<N
     Image::decode_with(&image_bytes(nic_memory, cid))
 }
 
-/// Writes an image into a connection's slot, with what only a NIC knows if that is known.
+/// Writes an image into a connection's slot, with the NIC's own state if there is any.
 ///
 /// # Errors
 /// [`ImageError::Truncated`], which an image with a checked state never is.
@@ -83,8 +83,7 @@ fn image_bytes(nic_memory: &Region, cid: Cid) -> [u8; MAX_ENCODED] {
     bytes
 }
 
-/// How far a program has come with a connection, as the connection's block says. The program can write there whatever
-/// it likes.
+/// A program's progress on a connection, from the connection's block. The program can write any values there.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
     /// [`block::FLAGS`].
@@ -102,27 +101,27 @@ impl Progress {
         Progress { flags: load(block::FLAGS), queued: load(block::QUEUED_SEQ), read: load(block::READ_SEQ) }
     }
 
-    /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`:
-    /// the NIC is notified of reads late.
+    /// Returns the number of bytes that the program has not read. By the NIC's count `told` are unread before
+    /// `data_end`; the NIC learns of reads late, so that is an upper bound.
     pub fn unread(&self, data_end: u32, told: u32) -> u32 {
         data_end.wrapping_sub(self.read).min(told)
     }
 }
 
-/// Whether the receive memory and the send memory of a connection that rests with this image hold no byte that anybody
-/// may still read. `unread` of its bytes are left for the program; `ranges` have arrived out of order, None if that is
-/// not known.
+/// Whether the receive memory and the send memory of a connection that rests with this image contain no bytes that are
+/// still needed. `unread`: bytes that the program has not read; `ranges`: ranges received out of order, None if they
+/// are not known.
 pub fn empty_memory(image: &Image, unread: u32, ranges: Option<&[(u32, u32)]>) -> (bool, bool) {
     (unread == 0 && ranges.is_some_and(<[_]>::is_empty), image.send_queue() == 0)
 }
 
 /// Makes the image of a connection at its NIC's death, `elapsed` microseconds after its handoff with the image `handed`
-/// and `send_memory` bytes of send memory. The program's progress is believed only as far as it can be true. None if
-/// the record has no state that an image can have.
+/// and `send_memory` bytes of send memory. The program's progress is used only as far as it is plausible. None if the
+/// record has no state that an image can have.
 pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
     let mut state = State::from_number(record.state)?;
-    // The connection has ended in order, and the agent has no message about it yet. The kernel sends our FIN once more,
-    // which the peer acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
+    // The connection has ended in order, and the agent was not told yet. The kernel sends our FIN once more, and the
+    // peer acknowledges it in TIME-WAIT; so the program gets the unread bytes and the end of the stream.
     let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
     let snd_una = if ended { record.snd_end } else { record.snd_una };
     if ended {
@@ -141,9 +140,9 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
     let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
     let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
     let unread = program.unread(data_end, data_end.wrapping_sub(record.rcv_read));
-    // A timestamp later than any that the NIC can have sent.
+    // A timestamp that is later than any that the NIC can have sent.
     let ts_clock = handed.ts_clock.wrapping_add((elapsed / 1000) as u32 + 1);
-    // Whoever goes on takes TS.Recent for new.
+    // The next owner takes TS.Recent as fresh, so an old one is dropped.
     let recent = u64::from(ts_clock.wrapping_sub(record.ts_clock)) * 1000 < TS_RECENT_LASTS;
     Some(Image {
         state,
@@ -160,7 +159,7 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
         ts_clock,
         cwnd: record.cwnd,
         srtt: record.srtt,
-        // The record does not say it.
+        // The record does not have this.
         silence: Silence::default(),
         ..*handed
     })
@@ -201,7 +200,7 @@ mod tests {
         assert_eq!(read(), None);
     }
 
-    /// Memory that holds a byte which somebody may still read, or which may hold one, is not empty.
+    /// Memory that has, or may have, bytes that are still needed is not empty.
     #[test]
     fn only_memory_that_nobody_needs_is_empty() {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
@@ -214,8 +213,8 @@ mod tests {
         assert_eq!(empty_memory(&sending, 0, Some(&[])), (true, false), "a byte is not acknowledged");
     }
 
-    /// A connection that has ended in order, of which the agent has no message yet: what is unread is still the
-    /// program's, and the FIN that was acknowledged is sent again.
+    /// A connection has ended in order before the agent was told: the program still gets the unread bytes, and the
+    /// acknowledged FIN is sent again.
     #[test]
     fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {
         let record = Record {
@@ -235,7 +234,7 @@ mod tests {
         assert_eq!((image.snd_una, image.snd_nxt, image.snd_end, image.send_queue()), (500, 501, 500, 0));
     }
 
-    /// One that was given up with bytes unacknowledged has no such way back.
+    /// A connection that was given up with unacknowledged bytes cannot be revived like that.
     #[test]
     fn a_connection_that_timed_out_stays_closed() {
         let record = Record { state: State::Closed as u8, snd_una: 7, snd_nxt: 9, snd_end: 9, ..Record::default() };
@@ -243,8 +242,8 @@ mod tests {
         assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
     }
 
-    /// The kernel counts what the replay brings as new. A peer that has sent nothing for weeks would be refused by its
-    /// old timestamp.
+    /// The kernel takes the replay's timestamp as fresh. If the peer has sent nothing for weeks, its next segment would
+    /// be refused by that old timestamp.
     #[test]
     fn a_timestamp_of_long_ago_is_forgotten() {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
@@ -260,7 +259,7 @@ mod tests {
         }
     }
 
-    /// What the program says counts only as far as it can be true.
+    /// The program's numbers count only as far as they are plausible.
     #[test]
     fn an_implausible_program_is_not_believed() {
         let record = Record {

@@ -1,5 +1,5 @@
-//! The replay: segments sent to the kernel when it gets a connection back, as if the peer had sent them. They carry
-//! what an import cannot: the peer's last acknowledgement and timestamp, the data behind a hole, its FIN.
+//! The replay: segments sent to the kernel when it gets a connection back, as if the peer had sent them. They carry the
+//! state that an import cannot set: the peer's last acknowledgement and timestamp, the data behind a hole, its FIN.
 
 use baton_device::{Checksum, Device, Frame};
 use baton_image::Image;
@@ -9,7 +9,7 @@ use baton_wire::{Flags, TcpOptions};
 /// Largest payload of a replayed segment, which every device accepts.
 const MAX_PAYLOAD: u32 = 1200;
 
-/// What a replay is made from.
+/// The data from which a replay is made.
 pub struct Replay<'a> {
     /// The image that the kernel has imported.
     pub image: &'a Image,
@@ -27,7 +27,8 @@ impl Replay<'_> {
         let image = self.image;
         let link = Link { source: image.link.destination, destination: image.link.source, ..image.link };
         let template = Template::new(&image.flow.reversed(), &link, image.timestamps);
-        // The kernel may take a round trip from the echo: it has been under way for as long as the last one was.
+        // The kernel may take a round-trip sample from the echo: it is chosen so that the sample is the last known
+        // round trip.
         let echo = image.ts_clock.wrapping_sub(image.srtt.div_ceil(1000));
         let timestamps = image.timestamps.then_some((image.ts_recent, echo));
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
@@ -46,13 +47,13 @@ impl Replay<'_> {
             if host.transmit(&mut frame) { sent += 1 } else { dropped += 1 }
         };
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
-        // One segment carries all of it: a kernel that answered before it knew of the FIN would send to a peer that may
+        // One segment carries both: if the kernel answered before it knew of the FIN, it would send to a peer that may
         // have closed, and be reset.
         if image.state.fin_received() && !cfg!(feature = "sabotage-forget-fin") {
             transmit(in_order, Flags::ACK | Flags::FIN, 0);
             return (sent, dropped);
         }
-        // Without the peer's timestamp the kernel learns nothing from this, except that our FIN is acknowledged.
+        // Without the peer's timestamp this segment would tell the kernel nothing, except that our FIN is acknowledged.
         if image.ts_recent != 0 || !image.timestamps || image.state.fin_acknowledged() {
             transmit(in_order, Flags::ACK, 0);
         }

@@ -1,12 +1,12 @@
-//! The table of sends from a program's own buffers, in session memory: which bytes of the send queue lie in a buffer
-//! instead of send memory. The program keeps it; whoever restores the connection of a dead NIC reads it.
+//! The table of sends from a program's own buffers, in session memory: which bytes of the send queue are in a buffer
+//! instead of send memory. The program writes it; the agent reads it when it restores the connection of a dead NIC.
 
 use crate::posted::Post;
 use baton_abi::layout::{BUFFERS_SENT, session};
 use baton_shm::Region;
 
-/// The sends from buffers of this connection. What the program writes there harms its own bytes only: an entry that
-/// lies outside of the memory reads as nothing.
+/// The sends from buffers of this connection. Wrong entries harm only the program's own bytes: an entry outside of the
+/// memory is ignored.
 pub fn sends_of(memory: &Region, connection: u32) -> Vec<Post> {
     let mut word = [0; 4];
     if memory.read(session::BUFFERS_SENT, &mut word).is_err() || u32::from_ne_bytes(word) == 0 {
@@ -57,7 +57,7 @@ mod tests {
         circle.read(start, &mut bytes);
         let expected: Vec<u8> = (0..250).map(|at| if (50..150).contains(&at) { 7 } else { 1 }).collect();
         assert_eq!(bytes[..], expected[..]);
-        // A table that is not in the memory is none.
+        // A table outside of the memory is ignored.
         memory.word32(session::BUFFERS_SENT).store(u32::MAX, Ordering::Release);
         assert_eq!(sends_of(&memory, 2), []);
     }

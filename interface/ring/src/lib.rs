@@ -1,6 +1,6 @@
 //! Single-producer single-consumer rings, and the sleep flags behind doorbells.
 //!
-//! The process at the other side may write anything at any time. So every index is bounded before it is used, and every
+//! The process at the other end may write anything at any time. So every index is bounded before it is used, and every
 //! value is copied once and then checked.
 
 #[cfg(not(loom))]

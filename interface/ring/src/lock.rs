@@ -1,9 +1,10 @@
 //! A lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets None
 //! instead of a deadlock.
 //!
-//! Who finds it taken tries for a moment, and sleeps then. Its holder may be waiting for a processor behind hundreds of
-//! threads: if these tried again and again it would wait for all of them. Whoever frees it wakes all that sleep: if one
-//! was woken, the others would wait until that one gets a processor, although the lock is free.
+//! A thread that finds the lock taken tries for a moment, and then sleeps. The holder may be waiting for a processor
+//! behind hundreds of threads: if these kept trying, it would wait for all of them. The thread that frees the lock
+//! wakes all sleepers: if it woke only one, the others would wait until that one gets a processor, although the lock is
+//! free.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -17,23 +18,23 @@ pub type Token = u32;
 /// The greatest token.
 pub const MOST_TOKEN: Token = LEFT - 1;
 
-/// Bits of a lock's word, beside the holder's token: others sleep until it is free; others have left to its holder what
-/// they wanted to do.
+/// Bits of a lock's word, beside the holder's token: threads sleep until the lock is free; threads have left work to
+/// the holder.
 const SLEEPERS: u32 = 1 << 31;
 const LEFT: u32 = 1 << 30;
 
-/// How often somebody looks whether a lock is free before he sleeps.
+/// How many times a thread checks whether a lock is free before it sleeps.
 const LOOKS: u32 = 128;
 
 /// Rounds of [`give_way`] that keep the processor.
 const AWAKE: u32 = 1024;
 
-/// How long one that does not keep it sleeps.
+/// How long a later round, which gives up the processor, sleeps.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Waits a little for another thread, which is about to do something: round `round`, counted from 0. Most are done at
-/// once. But the other one may wait for this processor, and does not get it from a thread of a real-time priority
-/// (SCHED_FIFO) that only yields. So later rounds sleep.
+/// Waits a little for another thread, in round `round`, counted from 0. Usually the other thread is done at once. But
+/// it may wait for this processor, which it does not get from a thread with a real-time priority (SCHED_FIFO) that only
+/// yields. So later rounds sleep.
 #[cold]
 pub fn give_way(round: u32) {
     match round {
@@ -43,8 +44,8 @@ pub fn give_way(round: u32) {
     }
 }
 
-/// Makes system calls that nobody sees: errno stays what it was. What a program's call returns stands in it already
-/// where the call's last locks are taken and freed.
+/// Makes system calls and keeps errno: a call's last locks may be taken and freed when errno already has the call's
+/// result for the program.
 fn quietly(calls: impl FnOnce()) {
     // SAFETY: the calling thread's errno, which lives as long as the thread.
     let before = unsafe { libc::__errno_location().read() };
@@ -71,7 +72,7 @@ pub struct LockGuard<'a, T> {
 }
 
 impl<T> Lock<T> {
-    /// Makes a lock that nobody holds.
+    /// Makes a free lock.
     pub const fn new(value: T) -> Self {
         Lock { holder: AtomicU32::new(0), value: UnsafeCell::new(value) }
     }
@@ -85,7 +86,7 @@ impl<T> Lock<T> {
         }
     }
 
-    /// None if anybody holds the lock.
+    /// Takes the lock if it is free. None if any thread holds it.
     #[inline]
     pub fn try_lock(&self, token: Token) -> Option<LockGuard<'_, T>> {
         let taken = self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed);
@@ -135,7 +136,8 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Sleeps as long as somebody holds the lock whose word was read last. Returns the word, which may be any.
+    /// Sleeps as long as the lock is held by the holder in `word`, the value that was read last. Returns the present
+    /// word, which may have any value.
     fn sleep(&self, word: u32) -> u32 {
         let slept_on = word | SLEEPERS;
         if word != slept_on
@@ -182,8 +184,8 @@ impl<T> DerefMut for LockGuard<'_, T> {
 }
 
 impl<T> LockGuard<'_, T> {
-    /// Releases the lock. Contains a full barrier. Returns whether somebody has left something to its holder
-    /// ([`Lock::lock_or_leave`]): all that he had done before is seen by whoever does it now.
+    /// Releases the lock. Contains a full barrier. Returns whether other threads have left work to the holder
+    /// ([`Lock::lock_or_leave`]); the thread that now does the work sees all of their earlier writes.
     #[inline(always)]
     pub fn unlock(self) -> bool {
         core::mem::ManuallyDrop::new(self).release() & LEFT != 0
@@ -233,7 +235,8 @@ mod tests {
         assert!(lock.try_lock(8).is_some() && lock.lock(MOST_TOKEN).is_some());
     }
 
-    /// Whoever waits for the lock, and finds at the last moment that it is free, or naps, has its errno as before.
+    /// A thread that waits for the lock keeps its errno, also if the lock becomes free at the last moment, or if it
+    /// naps.
     #[test]
     fn errno_stays_what_it_was() {
         const MINE: i32 = 4321;
@@ -270,7 +273,7 @@ mod tests {
         assert!(!lock.lock_or_leave(2).unwrap().unlock());
     }
 
-    /// Each thread adds to what is to be done, and does it or leaves it: nothing is left when all have ended.
+    /// Each thread adds work, and does it or leaves it to the holder: no work is left when all threads have ended.
     #[test]
     fn nothing_that_is_left_is_lost() {
         let (lock, added) = (Lock::new(0u64), std::sync::atomic::AtomicU64::new(0));
@@ -293,7 +296,7 @@ mod tests {
         assert_eq!(*lock.lock(9).unwrap(), 80_000);
     }
 
-    /// Threads that wait for a lock sleep, and all go on when it is free.
+    /// Threads that wait for a lock sleep, and all continue when it is free.
     #[test]
     fn who_waits_for_long_sleeps() {
         let lock = Lock::new(0u64);

@@ -158,8 +158,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         Some(message)
     }
 
-    /// The message that comes `further` messages after the next one, if it was there when [`Consumer::pop`] last read
-    /// the producer's index. It may be another one when it is taken: for what needs no certainty.
+    /// The message `further` messages after the next one, if it was there when [`Consumer::pop`] last read the
+    /// producer's index. Only a hint: the producer may change it before it is taken.
     #[inline(always)]
     pub fn glance(&self, further: u64) -> Option<[u64; 2]> {
         let words = self.words.as_ref();
@@ -168,8 +168,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
             .then(|| [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)])
     }
 
-    /// Whether the producer has ever claimed more messages than the ring holds. No producer that follows the interface
-    /// does so; nothing that follows in such a ring can be trusted.
+    /// Whether the producer has ever claimed more messages than the ring holds. A producer that follows the interface
+    /// never does so; no later message of such a ring can be trusted.
     pub fn is_corrupt(&self) -> bool {
         self.corrupt
     }
@@ -181,14 +181,14 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         self.release();
     }
 
-    /// Takes the messages that follow and have `first` as their first word, of those that were there when
-    /// [`Consumer::pop`] last read the producer's index, until `take`, which gets their second words, refuses one.
+    /// Takes the next messages as long as their first word is `first` and `take`, which gets their second word, accepts
+    /// them. Only messages that were there when [`Consumer::pop`] last read the producer's index.
     #[inline(always)]
     pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64) -> bool) {
         let words = self.words.as_ref();
         let mut tail = self.tail;
         while tail != self.head {
-            // Up to the end of the ring they lie one behind the other.
+            // Up to the end of the ring they are contiguous.
             let (slots, _) = words[SLOTS..].as_chunks::<2>();
             let slots = &slots[(tail & mask(words)) as usize..];
             let here = &slots[..slots.len().min(self.head.wrapping_sub(tail) as usize)];
@@ -220,7 +220,7 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         self.tail
     }
 
-    /// Number of messages that wait, if the producer tells the truth.
+    /// Number of waiting messages, by the producer's index, which may be wrong.
     pub fn waiting(&self) -> u64 {
         self.words.as_ref()[HEAD].load(Ordering::Acquire).wrapping_sub(self.tail)
     }
@@ -228,7 +228,7 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {
-        // Covers messages that were seen before and not taken, too. A producer that sets its index back harms only
+        // True also for messages that were seen before and not taken. A producer that sets its index back harms only
         // itself.
         self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
     }
@@ -252,7 +252,7 @@ const RUNG: u32 = 1 << 31;
 
 /// As [`go_to_sleep`] for a consumer of several threads: counts one more sleeping thread.
 pub fn count_sleeper(flag: &AtomicU32) {
-    // Who looks at the ring next has seen what was rung for, even if the ring itself was lost on its way here.
+    // This thread checks the ring next and sees the messages that were rung for, even if the doorbell itself was lost.
     if flag.fetch_add(1, Ordering::SeqCst) & RUNG != 0 {
         clear_rung(flag);
     }
@@ -264,26 +264,27 @@ pub fn uncount_sleeper(flag: &AtomicU32) {
     flag.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// Announces that a consumer of several threads looks at its ring from now on, so that its doorbell is rung again for
-/// what it does not see there. To be called after the doorbell was cleared.
+/// Announces that a consumer of several threads checks its ring from now on, so that its doorbell is rung again for
+/// later messages. To be called after the doorbell was cleared.
 pub fn clear_rung(flag: &AtomicU32) {
     flag.fetch_and(!RUNG, Ordering::SeqCst);
     fence(Ordering::SeqCst);
 }
 
-/// Whether the doorbell was rung, and nobody has looked at the ring since.
+/// Whether the doorbell was rung and no thread has checked the ring since.
 pub fn was_rung(flag: &AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) & RUNG != 0
 }
 
-/// As [`needs_doorbell`] for such a consumer: whether a thread sleeps, and the doorbell was not rung since it last
-/// looked at its ring. However long it takes to wake up, it is rung once. Who rings calls [`note_rung`] before.
+/// As [`needs_doorbell`] for a consumer of several threads: whether a thread sleeps and the doorbell was not rung since
+/// the ring was last checked. So it is rung once, however long waking up takes. The caller must call [`note_rung`]
+/// before it rings.
 #[inline]
 pub fn wants_ring(flag: &AtomicU32) -> bool {
     needs_doorbell(flag) && flag.load(Ordering::Relaxed) & RUNG == 0
 }
 
-/// Whether a thread of such a consumer seems to sleep. For decisions that may be wrong.
+/// Whether a thread of a consumer of several threads seems to sleep. For decisions that may be wrong.
 pub fn has_sleeper(flag: &AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) & !RUNG != 0
 }
@@ -306,8 +307,8 @@ pub fn seems_asleep(flag: &AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) != 0
 }
 
-/// As [`needs_doorbell`] for a consumer of one thread: answers true once for each of its sleeps, so that the producers
-/// ring once however long the consumer takes to wake up. Who is answered true must ring.
+/// As [`needs_doorbell`] for a consumer of one thread: true once for each of its sleeps, so that the producers ring
+/// once, however long the consumer takes to wake up. A caller that gets true must ring.
 #[inline(always)]
 pub fn must_ring(flag: &AtomicU32) -> bool {
     needs_doorbell(flag) && take_flag(flag)
@@ -516,7 +517,7 @@ mod model {
         }
     }
 
-    /// A consumer that has been rung, and that is going to sleep again, sees the message that came meanwhile, or is
+    /// A consumer whose doorbell was rung and that is about to sleep again sees a message that came meanwhile, or is
     /// rung for it.
     #[test]
     fn none_is_lost_between_two_sleeps() {
