@@ -1,5 +1,5 @@
-//! Batches of work for which a program stands still: it stands still for a few milliseconds at a time, and then runs
-//! for as long before the next one, however many connections it has.
+//! Batches of work for which a program is stopped. It is stopped for a few milliseconds at a time, and then runs for as
+//! long before the next batch, however many connections it has.
 
 use crate::Attacher;
 use crate::relay::Joined;
@@ -13,44 +13,44 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// Microseconds of standing still after which no further work is begun, and that the program runs at most before the
-/// next batch.
+/// Microseconds for which a program may be stopped before no further work is begun, and the most that it then runs
+/// before the next batch.
 const PAUSE: u64 = 3_000;
 
-/// Microseconds after which a process that did not stop is tried again, at first and at most: it doubles, since others'
-/// connections stand still while it is tried.
+/// Microseconds before the next try to stop a process that did not stop: the first pause, and the longest. The pause
+/// doubles, since other programs' connections stand still during a try.
 const AGAIN: u64 = 5_000;
 const SELDOM: u64 = 1_000_000;
 
-/// Microseconds after which the agent is asked again to end a connection, which it would not for now.
+/// Microseconds after which the agent is asked again to end a connection, if it has refused for now.
 const BUSY: u64 = 5_000;
 
 /// Microseconds after which a process that did not stop, and was not tried again, is forgotten.
 const FORGOTTEN: u64 = 60_000_000;
 
-/// After this many failures in a row to stop a process, it is not waited for any more when attaching.
+/// After this many consecutive failures to stop a process, attaching no longer waits for it.
 const ATTEMPTS: u32 = 10;
 
-/// Microseconds that an attacher tries to stop its programs for when the agent needs their descriptors, for which that
+/// Microseconds for which an attacher tries to stop its programs when the agent needs their descriptors. The agent
 /// waits for three seconds.
 pub(crate) const LENDING: u64 = 2_000_000;
 
-/// Microseconds between two looks at everything after events were lost.
+/// Least microseconds between two checks of all connections and processes after events were lost.
 const EVERYTHING: u64 = 1_000_000;
 
-/// Searching a process's descriptors may take one part in this many of this process's time.
+/// Searching processes' descriptors may take one part in this many of the attacher's time.
 const LOOKING: u64 = 10;
 
-/// Microseconds after which is looked what late searches have found.
+/// Microseconds after which the results of late searches are collected.
 const LATE: u64 = 50_000;
 
-/// Most microseconds that a search waits after the agent has refused sockets for now.
+/// Longest delay of the next search in microseconds after the agent has refused sockets for now.
 const REFUSED: u64 = 5_000_000;
 
-/// Microseconds that the searches may take with which an attacher starts.
+/// Microseconds that the first searches of an attacher may take.
 const STARTING: u64 = 5_000_000;
 
-/// Engines that are made while the program runs, for the next batch of moves.
+/// Number of engines that are made in advance, while the program runs, for the next batch of moves.
 const SPARE: usize = 8;
 
 /// Microseconds without progress after which connections that do not leave the NIC are abandoned.
@@ -69,22 +69,22 @@ pub(crate) struct Work {
     found: VecDeque<(u32, i32, u64)>,
     /// Sockets whose state has changed.
     pub changed: BTreeSet<u32>,
-    /// Connections that have ended or were closed, and that the agent would not end for now; and when it is asked
-    /// again. No program stands still for that.
+    /// Connections that have ended or were closed, and that the agent has refused to end for now; and when it is asked
+    /// again. No program is stopped for that.
     pub over: BTreeSet<u32>,
     next_over: u64,
     /// Connections that could not be restored when the NIC died.
     pub lost_ones: BTreeSet<u32>,
     /// Restores, with their causes.
     pub postponed: BTreeMap<u32, Option<(String, Until)>>,
-    /// Moves that the agent wants.
+    /// Moves that the agent has asked for.
     pub wanted: BTreeMap<u32, Place>,
-    /// The numbers after the last postponed and the last wanted move that were tried, so that all have their turn.
+    /// The numbers after the last postponed and the last wanted move that were tried, so that all get their turn.
     next_postponed: u32,
     next_wanted: u32,
     /// Engines for offloads.
     pub engines: Vec<Joined>,
-    /// Times before which no program stands still again, and before which no descriptors are searched.
+    /// Times before which no program is stopped again, and before which no descriptors are searched.
     next_pause: u64,
     next_search: u64,
     /// The agent has refused a socket for now since the last search, and how long the next search waits then.
@@ -92,21 +92,21 @@ pub(crate) struct Work {
     pub delay: u64,
     /// Processes that did not stop.
     restless: BTreeMap<u32, Restless>,
-    /// Events were lost, so that everything is to be looked at; and when that may be.
+    /// Events were lost, so that all connections and processes have to be checked; and when that may be.
     pub lost: bool,
     next_everything: u64,
     /// Number of failures in a row to stop a process.
     failures: u32,
 }
 
-/// A process that did not stop: how often in a row, and when it is tried again.
+/// A process that did not stop: the number of consecutive failures, and when it is tried again.
 #[derive(Default)]
 struct Restless {
     failures: u32,
     next: u64,
 }
 
-/// The processes that stand still.
+/// The stopped processes.
 pub(crate) struct Stopped {
     frozen: Frozen,
     processes: BTreeSet<u32>,
@@ -116,22 +116,23 @@ pub(crate) struct Stopped {
 }
 
 impl Work {
-    /// Has a connection restored for a cause, unless that is going to happen anyway.
+    /// Requests the restore of a connection for a cause, unless its restore was requested already.
     pub fn postpone(&mut self, number: u32, (reason, until): (&str, Until)) {
         self.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
     }
 
-    /// How much waits for a batch.
+    /// Number of tasks that wait for a batch.
     fn waiting(&self) -> usize {
         self.found.len() + self.changed.len() + self.lost_ones.len() + self.postponed.len() + self.wanted.len()
     }
 
-    /// How much a detach waits for: the bytes and the FIN of what is closed and not ended yet would be lost without it.
+    /// Number of connections that a detach waits for: without that, bytes and FIN of connections that are closed and
+    /// not ended yet would be lost.
     fn left(&self) -> usize {
         self.postponed.len() + self.over.len()
     }
 
-    /// Has the agent asked again, a little later, to end a connection.
+    /// Schedules another request to the agent to end a connection, a little later.
     pub fn end_later(&mut self, number: u32, now: u64) {
         if self.over.is_empty() {
             self.next_over = now + BUSY;
@@ -139,13 +140,13 @@ impl Work {
         self.over.insert(number);
     }
 
-    /// The connections of which the agent is to be asked again now.
+    /// Takes the connections that the agent is to be asked again to end now.
     pub fn take_over(&mut self, now: u64) -> BTreeSet<u32> {
         if now < self.next_over { BTreeSet::new() } else { std::mem::take(&mut self.over) }
     }
 
-    /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it
-    /// accepts one.
+    /// Schedules another search of a process, since the agent has refused one of its sockets for now: at growing
+    /// intervals, until the agent accepts one.
     pub fn search_later(&mut self, process: u32) {
         self.processes.insert(process);
         if !std::mem::replace(&mut self.refused, true) {
@@ -156,7 +157,7 @@ impl Work {
 
     /// Puts a process off that did not stop.
     fn put_off(&mut self, process: u32, now: u64) {
-        // Those that have ended since.
+        // Forgets processes that have probably ended.
         self.restless.retain(|_, restless| now < restless.next + FORGOTTEN);
         let restless = self.restless.entry(process).or_default();
         restless.next = now + (AGAIN << restless.failures.min(16)).min(SELDOM);
@@ -175,7 +176,7 @@ impl Work {
     }
 }
 
-/// Takes the entry of a number, or the next one after it, and records where to go on.
+/// Takes the entry of a number, or the next one after it, and records where to continue.
 fn take_next<T>(entries: &mut BTreeMap<u32, T>, next: &mut u32) -> Option<(u32, T)> {
     let number = *entries.range(*next..).next().or_else(|| entries.first_key_value())?.0;
     *next = number.wrapping_add(1);
@@ -192,7 +193,7 @@ impl Attacher {
         (moves || searches || !work.found.is_empty()) && work.failures < ATTEMPTS
     }
 
-    /// How long there is nothing to do.
+    /// Time until the next batch; None if no work waits.
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
         let pause = (self.work.waiting() > 0 && !self.silent).then_some(self.work.next_pause);
@@ -204,14 +205,14 @@ impl Attacher {
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
-    /// Does what waits, for as long as a program may stand still.
+    /// Does waiting work, as long as a program may be stopped.
     pub(crate) fn run_batch(&mut self) -> Result<()> {
         freeze::release_late();
         self.look_at_everything();
         self.look_for_sockets();
         self.end_what_is_over()?;
         if self.silent || self.work.waiting() == 0 || monotonic_micros() < self.work.next_pause {
-            // Programs stand still if the agent needed their descriptors while its answer was waited for.
+            // Programs may have been stopped for the agent while an answer of it was awaited: let them run.
             self.thaw();
             return Ok(());
         }
@@ -225,13 +226,13 @@ impl Attacher {
         let begun = monotonic_micros();
         let mut failures = self.work.failures;
         let waiting = self.work.waiting();
-        // What does not succeed waits for the next batch.
+        // Work that does not succeed waits for the next batch.
         let mut changed = std::mem::take(&mut self.work.changed);
         let mut lost_ones = std::mem::take(&mut self.work.lost_ones);
         let mut found = self.work.found.len();
         let mut postponed = self.work.postponed.len();
         let mut wanted = self.work.wanted.len();
-        // Until its threads have stopped, the program runs.
+        // The time is counted from when all threads have stopped: until then the program runs.
         let stopped = |attacher: &Attacher| attacher.frozen.as_ref().map_or(begun, |stopped| stopped.stopped);
         while monotonic_micros() < stopped(self) + PAUSE && self.work.failures <= failures && !self.silent {
             failures = self.work.failures;
@@ -277,13 +278,13 @@ impl Attacher {
         work.lost_ones.append(&mut lost_ones);
         let now = monotonic_micros();
         let pause = now + PAUSE.min(now - begun);
-        // If all of it waits for processes that were put off, there is nothing to do before.
+        // If all work waits for processes that were put off, there is nothing to do before their next try.
         let stands_still = work.waiting() >= waiting && !failed;
         work.next_pause = if stands_still { work.next_try(now).unwrap_or(pause).max(pause) } else { pause };
         Ok(())
     }
 
-    /// Looks at every connection and every process after events were lost.
+    /// Schedules a check of every connection and every process, after events were lost.
     fn look_at_everything(&mut self) {
         let now = monotonic_micros();
         if !self.work.lost || now < self.work.next_everything {
@@ -292,7 +293,7 @@ impl Attacher {
         self.work.lost = false;
         self.work.changed.extend(self.entries.keys());
         self.notified.lock().unwrap_or_else(PoisonError::into_inner).extend(self.entries.keys());
-        // None of them is waited for here, and only sockets of the selected ports are found.
+        // This waits for none of them, and only sockets of the selected ports are found.
         self.work.processes.extend(self.settings.target.candidates());
         self.work.next_everything = monotonic_micros() + EVERYTHING;
     }
@@ -306,7 +307,7 @@ impl Attacher {
         }
         work.refused = false;
         let found = work.searches.search(&mut work.processes);
-        // No program stands still for sockets of other ports.
+        // No program is stopped for sockets of other ports.
         let selected = if found.is_empty() { None } else { self.settings.target.sockets() };
         let is_selected = |inode: &u64| selected.as_ref().is_none_or(|selected| selected.contains(inode));
         let waiting: BTreeSet<u64> = work.found.iter().map(|(_, _, inode)| *inode).collect();
@@ -341,14 +342,14 @@ impl Attacher {
         process.is_some_and(|process| self.work.is_put_off(process, monotonic_micros()))
     }
 
-    /// Stops the processes that may use a connection's socket. One that did not stop is not tried again at once.
+    /// Stops the processes that may use a connection's socket. A process that did not stop is not tried again at once.
     pub(crate) fn stop_users(&mut self, process: u32) -> Result<()> {
         if self.work.is_put_off(process, monotonic_micros()) {
             anyhow::bail!("process {process} did not stop");
         }
         let stopped = self.stop(process);
         if stopped.is_err() {
-            // Others that stand still must not wait for it.
+            // Other stopped programs must not wait for it.
             self.thaw();
             self.work.put_off(process, monotonic_micros());
         } else {
@@ -358,14 +359,14 @@ impl Attacher {
         stopped
     }
 
-    /// Stops them for the agent, which restores connections of theirs; those that stand still already go on doing so.
-    /// Returns whether they do.
+    /// Stops the users of a connection's socket for the agent, which restores connections of theirs; processes that are
+    /// stopped already stay stopped. Returns whether all are stopped.
     pub(crate) fn stop_for_lending(&mut self, process: u32, until: u64) -> bool {
         loop {
             match self.stop(process) {
                 Ok(()) => return true,
                 Err(_) if monotonic_micros() >= until => return false,
-                // It may be traced, which ends without an event.
+                // The process may be traced by another one, which ends without an event: try again.
                 Err(_) => std::thread::sleep(Duration::from_micros(AGAIN)),
             }
         }
@@ -392,7 +393,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// Lets the programs go on.
+    /// Lets the stopped programs run.
     pub(crate) fn thaw(&mut self) {
         if let Some(Stopped { frozen, since, .. }) = self.frozen.take() {
             drop(frozen);
@@ -400,8 +401,8 @@ impl Attacher {
         }
     }
 
-    /// Restores every connection, and has those ended that their programs have closed; meanwhile bytes of the others
-    /// are copied.
+    /// Restores every connection, and has the agent end those that their programs have closed; meanwhile bytes of the
+    /// others are copied.
     pub(crate) fn restore_everything(&mut self) -> Result<()> {
         let numbers = self.entries.iter().filter(|(_, entry)| entry.joined.is_some()).map(|(number, _)| *number);
         self.work.postponed = numbers.map(|number| (number, Some(("detached".to_owned(), Until::Never)))).collect();
@@ -426,7 +427,7 @@ impl Attacher {
 mod tests {
     use super::*;
 
-    /// A process that does not stop is tried ever more seldom, and others are not held up by that.
+    /// A process that does not stop is tried at growing intervals, and does not delay others.
     #[test]
     fn a_process_that_does_not_stop_is_put_off() {
         let (mut work, mut now, mut times) = (Work::default(), 1_000_000, 0);
@@ -440,13 +441,13 @@ mod tests {
             now = next;
         }
         assert!(times < 80, "{times} times in a minute");
-        // It is forgotten when another one does not stop long after it.
+        // It is forgotten when another process does not stop long after that.
         work.put_off(2, now + SELDOM + FORGOTTEN);
         assert_eq!(work.restless.len(), 1);
     }
 
-    /// What the agent would not end for now is no work for which a program is stopped. It is asked again soon, however
-    /// much it refuses meanwhile, and a detach waits for that.
+    /// No program is stopped for connections that the agent has refused to end for now. The agent is asked again soon,
+    /// even if it refuses others meanwhile, and a detach waits for that.
     #[test]
     fn no_program_stands_still_for_what_is_over() {
         let (mut work, begun) = (Work::default(), 1_000_000);

@@ -1,9 +1,9 @@
-//! The attacher offloads connections of programs that run already and know nothing of Baton. What such a program sends
-//! is redirected to a socket of the attacher's, and copied into the NIC's memory; what the NIC receives goes into the
+//! The attacher offloads connections of programs that run already and have no library of Baton. A program's sends are
+//! redirected to a socket of the attacher's, and copied into session memory; bytes that the NIC receives go into the
 //! program's receive queue.
 //!
-//! The program stands still while one of its connections moves. Outside of moves only the program has its descriptors,
-//! so closing one means what it always meant. If the attacher dies its connections are reset.
+//! The program is stopped while one of its connections moves. Outside of moves only the program has its descriptors, so
+//! closing one has its usual effect. If the attacher dies its connections are reset.
 #![forbid(unsafe_code)]
 
 mod batches;
@@ -48,11 +48,11 @@ const TARGET: u64 = u64::MAX - 4;
 /// Settings of an attacher.
 #[derive(Clone, Debug)]
 pub struct AttachSettings {
-    /// Whose connections are offloaded.
+    /// Selects the connections to offload.
     pub target: Target,
     /// Bytes after which a later connection is moved.
     pub after: u32,
-    /// Bytes a second that a connection has to carry to be on the NIC; 0 if all are wanted there.
+    /// Bytes per second that a connection has to carry to be on the NIC; 0 for all connections.
     pub hot_from: u32,
     /// Random moves there and back, if any.
     pub flip: Option<Flip>,
@@ -69,9 +69,9 @@ pub struct Summary {
     pub moves: u64,
     /// Moves that did not take place, and connections that can never move, by cause.
     pub stayed: BTreeMap<String, u64>,
-    /// Number of times that programs stood still.
+    /// Number of times that programs were stopped.
     pub pauses: u64,
-    /// How long they stood still, microseconds: the median of the latest times.
+    /// The median of the latest of these times, microseconds.
     pub pause_p50: u64,
     /// The 99th percentile.
     pub pause_p99: u64,
@@ -95,16 +95,16 @@ pub struct Attacher {
     known: Known,
     /// Processes that read sockets by splice(2).
     splicing: BTreeSet<u32>,
-    /// How far sockets' modes have been looked at.
+    /// State of the periodic check of sockets' modes.
     looks: unfit::Looks,
     counting: Counting,
-    /// What waits until its process can be stopped.
+    /// Work that waits until its process can be stopped.
     work: Work,
-    /// The processes that stand still now.
+    /// The processes that are stopped now.
     frozen: Option<Stopped>,
     pauses: Pauses,
     next_tag: u32,
-    /// Answers that arrived while another one was waited for.
+    /// Answers that arrived while another one was awaited.
     early_answers: Vec<Answer>,
     /// The agent did not accept a request in time, and has sent nothing since. Until it does, no program is stopped for
     /// a move.
@@ -127,8 +127,8 @@ impl Attacher {
         if let Some(absence) = settings.target.absence(&processes) {
             anyhow::bail!("{absence}");
         }
-        // A caller that may not stop a program may not take its connections. A program that does not stop now is tried
-        // again later.
+        // Without the right to stop a program the caller may not take its connections. A program that merely does not
+        // stop now is tried again later.
         for process in &processes {
             match Frozen::freeze(&[*process]) {
                 Err(error) if error.kind() != std::io::ErrorKind::TimedOut => return Err(explain(&settings.target, &error)),
@@ -206,8 +206,8 @@ impl Attacher {
         (self.entries.values().filter(|entry| entry.joined.is_some()).count(), self.entries.len())
     }
 
-    /// Copies bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is
-    /// in the kernel.
+    /// Copies bytes and moves connections until a signal asks for the end, or the program has ended. All connections
+    /// are in the kernel afterwards.
     ///
     /// # Errors
     /// If the agent has ended for good.
@@ -234,7 +234,7 @@ impl Attacher {
                 CHANNEL => self.receive_from_agent()?,
                 EVENTS => {}
                 SIGNALS => self.ends = true,
-                // Its connections end first, which their state shows.
+                // The program's connections end first, which their states show.
                 TARGET => self.ends |= self.program_has_ended()?,
                 engine => {
                     let number = engine as u32;
@@ -278,7 +278,7 @@ impl Attacher {
             let _ = self.poller.remove(target.as_fd());
         }
         self.read_socket_events(&mut BTreeSet::new());
-        // Processes that it has started may go on.
+        // Child processes of the program may still run.
         let left = self.settings.target.processes();
         self.target = left.iter().find_map(|process| process::open_process(*process).ok());
         if let Some(target) = &self.target {

@@ -1,14 +1,14 @@
-//! What an attacher remembers however long it runs: as much at most.
+//! Bounded memory of an attacher that may run for any time.
 
 use std::collections::BTreeSet;
 
 /// Pauses that are remembered.
 const PAUSES: usize = 1 << 16;
-/// Sockets that are remembered as not to be offloaded: more than a process has as a rule. With fewer than exist, all of
-/// them would be examined in every search again, and the programs stand still for that.
+/// Most sockets that are remembered as not to be offloaded: more than a process usually has. If fewer were remembered
+/// than exist, every search would examine all of them again, and stop the programs for it.
 const OTHERS: usize = 1 << 20;
 
-/// How long programs stood still. All times are counted, and the latest are remembered.
+/// The times for which programs were stopped. All times are counted, and the latest are remembered.
 #[derive(Default)]
 pub(crate) struct Pauses {
     count: u64,
@@ -51,8 +51,8 @@ impl Pauses {
 #[derive(Default)]
 pub(crate) struct Known {
     registered: BTreeSet<u64>,
-    /// Those that are not to be offloaded. Their ends are no events, and their numbers come again one day: when there
-    /// are many, all are forgotten, and those that still exist are examined once more.
+    /// Sockets that are not to be offloaded. The attacher does not notice when they are closed, and their inode numbers
+    /// are reused some day: so when there are many, all are forgotten, and those that still exist are examined again.
     others: BTreeSet<u64>,
 }
 
@@ -61,12 +61,12 @@ impl Known {
         self.registered.contains(&inode) || self.others.contains(&inode)
     }
 
-    /// Notes one that is registered with the agent.
+    /// Records a socket that is registered with the agent.
     pub fn register(&mut self, inode: u64) {
         self.registered.insert(inode);
     }
 
-    /// Notes one that is not to be offloaded.
+    /// Records a socket that is not to be offloaded.
     pub fn dismiss(&mut self, inode: u64) {
         if self.others.len() == OTHERS {
             self.others.clear();

@@ -1,4 +1,4 @@
-//! Moves while programs stand still, messages from the agent, and sockets that appear and disappear.
+//! Moves while programs are stopped, messages from the agent, and sockets that appear and disappear.
 
 use crate::batches::LENDING;
 use crate::relay::{self, Joined, Next};
@@ -32,8 +32,8 @@ fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EBUSY)
 }
 
-/// A duplicate of a process's descriptor of a socket. What else the process has at that number by now is not taken:
-/// closing it may take as long as the program likes.
+/// A duplicate of a process's descriptor of a socket. None if the process has another file at that number by now:
+/// closing such a file may block for any time.
 fn copy(process: u32, fd: i32, inode: u64, cookie: u64) -> Option<Foreign> {
     if !process::has_socket(process, fd, inode) {
         return None;
@@ -63,7 +63,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// Handles one of them. Returns whether the agent has restarted, so that requests must be repeated.
+    /// Handles one such message. Returns whether the agent has restarted, so that requests must be repeated.
     fn on_message(&mut self, channel: &Channel, body: Reply) -> Result<bool> {
         match body {
             Reply::Wanted { connection, to } => {
@@ -80,8 +80,8 @@ impl Attacher {
         Ok(self.ask_within(body, descriptor, None)?.unwrap_or(Reply::Done))
     }
 
-    /// As `ask`, for requests made while a program is stopped. None if the agent did not accept the request in time; it
-    /// is withdrawn then.
+    /// As `ask`, for requests made while a program is stopped. None if the agent did not take up the request in time;
+    /// it is then withdrawn.
     fn ask_or_withdraw(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Option<Reply>> {
         self.ask_within(body, descriptor, Some(LIMIT))
     }
@@ -111,7 +111,7 @@ impl Attacher {
                                 self.silent = true;
                                 return Ok(None);
                             }
-                            // The agent has taken it up.
+                            // The agent has taken the request up, so its answer will come.
                             left = None;
                             continue;
                         }
@@ -134,7 +134,7 @@ impl Attacher {
     fn lend(&mut self, channel: &Channel, mut connections: Vec<u32>) -> Result<bool> {
         let mut lent = Vec::new();
         let until = monotonic_micros() + LENDING;
-        // These connections alone end: their processes may be using them.
+        // Only these connections end: their processes may be using them.
         let mut restless = BTreeSet::new();
         loop {
             for number in std::mem::take(&mut connections) {
@@ -144,7 +144,7 @@ impl Attacher {
                 {
                     restless.insert(process);
                     self.note_stay("its process did not stop when the NIC had died");
-                    // The agent cannot restore it.
+                    // The agent cannot restore the connection.
                     self.work.lost_ones.insert(number);
                     continue;
                 }
@@ -177,7 +177,7 @@ impl Attacher {
                     self.early_answers.push(answer);
                     continue;
                 }
-                // The agent asks again for moves that it wants.
+                // Other messages are dropped: the agent asks for moves again.
                 _ => continue,
             };
             for (number, fd) in lent {
@@ -194,7 +194,7 @@ impl Attacher {
         if let Some(copy) = copy(process, fd, inode, cookie) {
             return Some(copy);
         }
-        // It may have another number now, or only a child of the process may still have it.
+        // The descriptor may have another number now, or only a child of the process may still have it.
         let holders = std::iter::once(process).chain(process::children(process));
         for holder in holders.collect::<Vec<_>>() {
             for (at, found) in process::sockets_of(holder) {
@@ -210,17 +210,18 @@ impl Attacher {
         None
     }
 
-    /// The same, if its process has it under the known number.
+    /// A duplicate of the descriptor, if its process still has it under the known number.
     fn known_descriptor(&self, number: u32) -> Option<Foreign> {
         let entry = self.entries.get(&number)?;
         copy(entry.process, entry.fd, entry.inode, entry.cookie)
     }
 
-    /// Takes a connection's socket out of the map; its program stands still. None if that has closed it.
+    /// Takes a connection's socket out of the map, while its program is stopped. None if the program has closed it.
     fn take_out(&mut self, number: u32) -> Result<Option<Foreign>> {
         let Some(fd) = self.descriptor(number) else { return Ok(None) };
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(None) };
-        // The tracepoint's event for that may come too late: the move resets the socket's state.
+        // The shutdown is read from the state here, since the tracepoint's event may come too late: the move changes
+        // the socket's state.
         entry.shut |= entry.joined.is_some() && TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state != ESTABLISHED);
         let unread = socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok();
         entry.settle(&self.shared, &self.bypass, &mut self.piece, unread)?;
@@ -238,9 +239,9 @@ impl Attacher {
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
-        // A program for which poll has reported data must find it when it goes on.
+        // A program for which poll has reported data must find it when it runs again.
         entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
-        // The rest is handled when the NIC's events are.
+        // The remaining bytes are handled together with the NIC's events.
         self.notified.lock().unwrap_or_else(PoisonError::into_inner).push(number);
         Ok(())
     }
@@ -254,7 +255,7 @@ impl Attacher {
             Ok(()) => {}
             // The peer has reset it; the socket reports that to the program.
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
-            // What the program has sent is lost: its stream must not go on as if nothing were.
+            // Bytes that the program has sent are lost: the stream must not continue as if they had arrived.
             Err(error) => {
                 self.note_stay(&format!("reset, since the kernel does not take what the program has sent: {error}"));
                 let _ = socket::reset(fd);
@@ -273,14 +274,14 @@ impl Attacher {
             return Ok(());
         }
         let process = entry.process;
-        // Its program need not stand still for this.
+        // The program need not be stopped for this.
         if let Some(unfit) = self.unfit(number) {
             return self.decline(number, unfit);
         }
         if let Err(error) = self.stop_users(process) {
             self.note_stay(&format!("{error:#}"));
             if self.settings.flip.is_none() {
-                // The agent does not ask again.
+                // Kept for the next batch, since the agent does not ask again.
                 self.work.wanted.insert(number, Place::Nic);
             }
             return Ok(());
@@ -316,7 +317,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// Restores a connection; with a cause, if the attacher and not the agent wants it.
+    /// Restores a connection; with a cause, if the attacher requests it and not the agent.
     pub(crate) fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
         if self.entries.get(&number).is_none_or(|entry| entry.joined.is_none()) {
             return Ok(());
@@ -328,7 +329,7 @@ impl Attacher {
         }
         match self.take_out(number)? {
             Some(fd) => self.give_back(number, fd.as_fd(), cause),
-            // The event of its close has not been read yet.
+            // The program has closed the socket, and the event of that was not read yet.
             None => self.state_changed(number),
         }
     }
@@ -346,11 +347,11 @@ impl Attacher {
                 self.summary.moves += 1;
                 self.returned(number, fd)
             }
-            // The NIC died just then, and the connection was restored in another way.
+            // The NIC has just died, and the connection was restored from its record.
             Some(_) if !on_nic => self.returned(number, fd),
             Some(reason) => {
                 self.note_stay(reason);
-                // It is still on the NIC, and will be tried again.
+                // The connection is still on the NIC, and the restore will be tried again.
                 if let Err(error) = self.join(number, fd) {
                     bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
                 }
@@ -371,7 +372,7 @@ impl Attacher {
         }
         match next {
             Next::GoesOn => return Ok(()),
-            // Nobody takes what it still has.
+            // The program has closed it, so no bytes are needed any more.
             Next::Ended => self.forget(number)?,
             _ if entry.closed.is_some() => return Ok(()),
             Next::AtEnd => self.work.postpone(number, ("end of stream", Until::Never)),
@@ -402,20 +403,20 @@ impl Attacher {
         if state == Some(ESTABLISHED) {
             return Ok(());
         }
-        // Its program has it no more, and need not stand still once again.
+        // The program has closed it, and need not be stopped again.
         if entry.closed.is_some() {
             return self.carry(number);
         }
         let on_nic = entry.joined.is_some();
         if self.stop_users(entry.process).is_err() {
-            // The move under way may be its end.
+            // The change may be from the move in progress: check again later.
             self.work.changed.insert(number);
             return Ok(());
         }
-        // If the kernel says that no process has it, searching thousands of descriptors is needless.
+        // If the kernel says that no process has the socket, thousands of descriptors need not be searched.
         let fd = if held { self.descriptor(number) } else { self.known_descriptor(number) };
         match (fd, on_nic) {
-            // It has ended, and there will be no event when the program closes it.
+            // The connection has ended, and there will be no event when the program closes the socket.
             (Some(fd), false) if TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state == CLOSE) => self.forget(number)?,
             (Some(_), false) => {}
             (Some(fd), true) => {
@@ -428,7 +429,7 @@ impl Attacher {
             (None, false) => self.forget(number)?,
             (None, true) => {
                 if let Some(entry) = self.entries.get_mut(&number) {
-                    // Closed in order it has a FIN to deliver; if it was reset, nothing is left.
+                    // If it was closed in order, a FIN has to be delivered; if it was reset, nothing is left to do.
                     entry.closed.get_or_insert(state.is_none());
                 }
                 return self.carry(number);
@@ -437,7 +438,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// Ends a connection that its program has closed, and whose bytes are all in the NIC's memory: the agent does it.
+    /// Asks the agent to end a connection that its program has closed and whose bytes are all in session memory.
     fn close(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let abort = entry.closed.unwrap_or(false);
@@ -454,8 +455,8 @@ impl Attacher {
         Ok(())
     }
 
-    /// Asks again for the end of the connections that the agent would not end for now. Their programs have nothing to
-    /// do with that, and go on.
+    /// Asks again for the end of connections that the agent has refused to end for now. Their programs need not be
+    /// stopped for that.
     pub(crate) fn end_what_is_over(&mut self) -> Result<()> {
         if self.silent {
             return Ok(());
@@ -470,13 +471,13 @@ impl Attacher {
         Ok(())
     }
 
-    /// Drops a connection that the agent has ended or forgotten, unless the agent would not do so for now: it restores
-    /// what a dead NIC had, and still has the connection's number and memory.
+    /// Drops a connection that the agent has ended or forgotten, unless the agent has refused for now: it is restoring
+    /// connections of a dead NIC, and still has the connection's number and memory.
     fn drop_unless_refused(&mut self, number: u32, reply: &Reply) {
         if let Some(reason) = stays(reply) {
             self.note_stay(reason);
         }
-        // What was lent while the answer was waited for may have been dropped then.
+        // The connection may have been lent and dropped while the answer was awaited.
         let known = self.entries.contains_key(&number);
         match reply {
             Reply::Stayed { transient: true, .. } if known => self.work.end_later(number, monotonic_micros()),
@@ -497,7 +498,7 @@ impl Attacher {
         self.shared.let_go(&entry.connection);
     }
 
-    /// Examines a socket of a process that stands still.
+    /// Examines a socket of a stopped process.
     pub(crate) fn discover(&mut self, process: u32, fd: i32, inode: u64) -> Result<()> {
         if !process::has_socket(process, fd, inode) {
             return Ok(());
@@ -511,7 +512,7 @@ impl Attacher {
     /// Registers a socket with the agent, if it is a selected connection.
     fn consider(&mut self, process: u32, fd: i32, inode: u64, copy: BorrowedFd<'_>) -> Result<()> {
         const SO_PROTOCOL: i32 = 38;
-        // The agent refuses MPTCP's, and lists that.
+        // MPTCP sockets are offered, too: the agent refuses them, and lists that.
         let protocol = socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok();
         if !matches!(protocol, Some(libc::IPPROTO_TCP | libc::IPPROTO_MPTCP)) {
             self.known.dismiss(inode);

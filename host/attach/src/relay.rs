@@ -14,10 +14,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Most bytes that lie unread in the program's queue, which has no other limit.
+/// Most unread bytes in the program's receive queue, which has no other limit.
 const UNREAD: u64 = 1 << 17;
-/// Most bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better
-/// in the kernel, where the program has to wait.
+/// Most sent bytes for which the NIC had no room. A connection that exceeds this is better in the kernel, where the
+/// program has to wait.
 const BACKLOG: usize = 4 << 20;
 /// Bytes that are copied at a time.
 pub(crate) const PIECE: usize = 1 << 16;
@@ -36,13 +36,13 @@ pub(crate) struct Entry {
     pub joined: Option<Joined>,
     /// Bytes that the program has sent and for which the NIC had no room.
     pub stash: Vec<u8>,
-    /// Why it was left in the kernel, if the agent knows it by now.
+    /// Why it was left in the kernel, if the agent was told.
     pub declined: Option<Unfit>,
     /// The program has shut down its sending side.
     pub shut: bool,
     /// The program has closed it; true if the kernel had reset it by then.
     pub closed: Option<bool>,
-    /// What the program had sent and read on it when that was looked at last.
+    /// Bytes that the program had sent and read on it at the last check.
     pub carried: u64,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Joined {
     pub engine_flow: Flow,
     /// The engine's peer. Nothing is ever sent to it, but the engine must be connected.
     _sink: TcpStream,
-    /// Bytes put into the program's queue, and how many of them the NIC knows to be read.
+    /// Bytes put into the program's queue, and bytes of these that were reported to the NIC as read.
     pushed: u64,
     accounted: u64,
     /// The program may have sent something. Set when the engine becomes readable, which is reported once.
@@ -71,12 +71,12 @@ impl Joined {
     }
 }
 
-/// How often the two ends of a connection are made anew, each time at another port, and how long each time takes.
+/// How many times an engine's connection is made again, each time at another port, and the time limit for each.
 const ATTEMPTS: u32 = 5;
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// The two ends of a connection. Any process of this host may connect in between: where very many do, the kernel has no
-/// room for this one.
+/// Makes the two ends of a connection. Any process of this host may connect to the listener meanwhile, and if very many
+/// do, the kernel has no room for this connection.
 fn connected() -> io::Result<(TcpStream, TcpStream)> {
     let attempt = || -> io::Result<(TcpStream, TcpStream)> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -87,8 +87,8 @@ fn connected() -> io::Result<(TcpStream, TcpStream)> {
     (1..ATTEMPTS).find_map(|_| attempt().ok()).map_or_else(attempt, Ok)
 }
 
-/// Accepts the connection of a socket, which has come, or comes at once. Any process of this host may have come first:
-/// with its connection in place of the engine's, the kernel would reset the engine.
+/// Accepts the connection of `socket`, which has come or comes at once. Another process of this host may have connected
+/// first: if its connection were taken for the engine's, the kernel would reset the engine.
 fn accept_from(listener: &TcpListener, socket: &TcpStream) -> io::Result<TcpStream> {
     let wanted = socket.local_addr()?;
     // Waits: the kernel may have dropped it, which it tells the other end only.
@@ -106,20 +106,20 @@ fn accept_from(listener: &TcpListener, socket: &TcpStream) -> io::Result<TcpStre
     }
 }
 
-/// Shortest time in microseconds between two looks at what connections carry in the kernel, and how many times as long
-/// as a look it is at least.
+/// Shortest time in microseconds between two checks of the connections' traffic in the kernel, and the least ratio of
+/// that time to a check's duration.
 const LOOK: u64 = 100_000;
 const PART: u64 = 100;
 
-/// Notes for the agent what connections carry in the kernel: by that it finds which of them belong on the NIC.
+/// Reports the connections' traffic in the kernel to the agent, which decides by it which of them belong on the NIC.
 #[derive(Default)]
 pub(crate) struct Counting {
-    /// When it is looked next, in microseconds of the monotonic clock.
+    /// Time of the next check, in microseconds of the monotonic clock.
     due: u64,
 }
 
 impl Counting {
-    /// Looks, if it is time.
+    /// Makes the check, if it is due.
     pub fn count<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>, bypass: &SocketBypass) {
         let begun = monotonic_micros();
         if begun < self.due {
@@ -127,9 +127,9 @@ impl Counting {
         }
         for entry in entries {
             let carried = bypass.carried_by(entry.cookie);
-            // A move sets it back.
+            // A move resets the counter.
             let more = carried.saturating_sub(std::mem::replace(&mut entry.carried, carried)) as u32;
-            // The word is the NIC's while that has the connection.
+            // While the NIC has the connection, the NIC writes this word.
             if more != 0 && entry.joined.is_none() && entry.connection.owner() == Owner::Kernel {
                 entry.connection.count_in_kernel(more);
             }
@@ -143,16 +143,16 @@ impl Counting {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
     GoesOn,
-    /// The peer has sent everything, and all of it is in the program's queue or on the NIC.
+    /// The peer has sent its FIN, and all of its bytes are in the program's queue or on the NIC.
     AtEnd,
-    /// The program sends faster than the NIC takes.
+    /// The program sends faster than the NIC accepts.
     TooMuch,
-    /// It has ended on the NIC.
+    /// The connection has ended on the NIC.
     Ended,
 }
 
 impl Entry {
-    /// Copies what can be copied, in both directions.
+    /// Copies as many bytes as possible, in both directions.
     pub fn carry(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8]) -> io::Result<Next> {
         let Some(joined) = &mut self.joined else { return Ok(Next::GoesOn) };
         let Some(entered) = shared.enter(&self.connection, ME) else { return Ok(Next::GoesOn) };
@@ -171,9 +171,9 @@ impl Entry {
         })
     }
 
-    /// Copies what is left when the program stands still or has closed the socket: everything that it has sent is then
-    /// in the NIC's memory or in the stash, and what it has read is accounted for. `unread`: bytes in its queue, if it
-    /// still has one.
+    /// Copies the remaining bytes when the program is stopped or has closed the socket: afterwards all sent bytes are
+    /// in session memory or in the stash, and all reads are accounted for. `unread`: bytes in its queue, if it still
+    /// has one.
     pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8], unread: Option<u32>) -> io::Result<()> {
         let Some(joined) = &mut self.joined else { return Ok(()) };
         let entered = shared.enter(&self.connection, ME);
@@ -191,7 +191,7 @@ impl Entry {
         if mine { shared.consume(&self.connection, ME, length) } else { shared.note_read(&self.connection, length) }
     }
 
-    /// Whether everything that the program has sent is in the NIC's memory.
+    /// Whether all bytes that the program has sent are in session memory.
     pub fn is_drained(&self) -> bool {
         let engine = self.joined.as_ref().map_or(0, |joined| queued(joined.engine.as_fd()));
         self.stash.is_empty() && engine == 0
@@ -250,7 +250,7 @@ fn pull(
         }
         let asked = room.min(most);
         let got = later(socket::receive(engine, &mut piece[..asked]))?.unwrap_or(0);
-        // A read that returns less than was asked for has emptied the queue; epoll reports what comes later.
+        // A read that returns fewer bytes than requested has emptied the queue; epoll reports later bytes.
         joined.sent = got == asked;
         let sent = later(shared.send(connection, ME, &piece[..got]))?.unwrap_or(0);
         stash.extend_from_slice(&piece[sent..got]);
@@ -276,7 +276,7 @@ fn later(result: io::Result<usize>) -> io::Result<Option<usize>> {
 mod tests {
     use super::*;
 
-    /// A stranger's connection is not taken for the engine's.
+    /// Another process's connection is not taken for the engine's.
     #[test]
     fn an_engine_has_its_own_peer() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
@@ -287,7 +287,7 @@ mod tests {
         drop(stranger);
     }
 
-    /// The kernel has dropped the engine's connection, for which it had no room: that is given up.
+    /// The kernel has dropped the engine's connection for lack of room: it is given up after a limited time.
     #[test]
     fn an_engine_that_does_not_come_is_not_waited_for() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");

@@ -1,6 +1,6 @@
-//! Searches for the sockets of processes, each in a thread of its own: a process can hold up who reads its entries in
-//! /proc, and the entries of one with many descriptors take long. No search is waited for long, and what comes late is
-//! not lost.
+//! Searches for the sockets of processes, each in a thread of its own: a process can delay a reader of its entries in
+//! /proc, and reading the entries of a process with many descriptors takes long. The attacher waits only a short time
+//! for a search, and uses late results when they come.
 
 use baton_linux::events::monotonic_micros;
 use baton_linux::{process, reading};
@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-/// Time that a search is waited for.
+/// Time for which a search is waited for.
 const LIMIT: Duration = Duration::from_millis(50);
 
 /// Time in which even a process with very many descriptors has been searched.
@@ -22,11 +22,11 @@ pub(crate) struct Found {
     pub took: u64,
 }
 
-/// Searches, of which some may not have come to their end.
+/// Searches, of which some may not have ended.
 pub(crate) struct Searches {
-    /// What searches a process.
+    /// The function that searches a process.
     sockets_of: fn(u32) -> Vec<(i32, u64)>,
-    /// How long it is waited for.
+    /// How long a search is waited for.
     limit: Duration,
     to: Sender<Found>,
     from: Receiver<Found>,
@@ -46,9 +46,9 @@ impl Searches {
         Searches { sockets_of, limit, to, from, under_way: BTreeSet::new() }
     }
 
-    /// Begins to search these processes, and waits for that, a moment at most. Returns what has been found since the
-    /// last call. Those remain in `processes` that cannot be searched now: an earlier search of it has not come to its
-    /// end, or too many have not.
+    /// Begins to search these processes, and waits a short time for the results. Returns all results since the last
+    /// call. Processes that cannot be searched now stay in `processes`: an earlier search of the process has not ended,
+    /// or too many searches have not.
     pub fn search(&mut self, processes: &mut BTreeSet<u32>) -> Vec<Found> {
         let mut awaited = BTreeSet::new();
         processes.retain(|process| {
@@ -72,7 +72,7 @@ impl Searches {
         reading::apart(process, search, self.to.clone())
     }
 
-    /// What has been found, after these have been waited for.
+    /// Takes the results, after waiting for these searches.
     fn take(&mut self, mut awaited: BTreeSet<u32>, limit: Duration) -> Vec<Found> {
         let until = monotonic_micros() + limit.as_micros() as u64;
         let mut all = Vec::new();
@@ -85,13 +85,13 @@ impl Searches {
         }
     }
 
-    /// Whether searches have not come to their end.
+    /// Whether searches are still running.
     pub fn any_under_way(&self) -> bool {
         !self.under_way.is_empty()
     }
 }
 
-/// Searches all these processes. One that holds up its search for long counts as having no socket.
+/// Searches all these processes. A process that delays its search for too long counts as having no sockets.
 pub(crate) fn search_all(processes: Vec<u32>) -> Vec<Found> {
     let mut searches = Searches::default();
     let mut all = Vec::new();
@@ -126,8 +126,8 @@ mod tests {
         found.iter().map(|of| of.process).collect()
     }
 
-    /// A search that takes longer than it is waited for holds up no other one, is not begun twice at once, and what it
-    /// finds is not lost.
+    /// A search that takes longer than the wait does not delay others, is not begun twice at once, and its result is
+    /// not lost.
     #[test]
     fn what_comes_late_is_used() {
         let mut searches = Searches::by(sockets_of, Duration::ZERO);

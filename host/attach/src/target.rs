@@ -8,11 +8,11 @@ use std::path::PathBuf;
 /// Selects connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Those of a process and of what it starts.
+    /// Connections of a process and of its descendants.
     Process(u32),
-    /// Those of any process with this local port.
+    /// Connections of any process with this local port.
     Port(u16),
-    /// Those of the processes of a control group and of the groups in it, by its path from the hierarchy's root.
+    /// Connections of the processes of a control group and of the groups in it, by its path from the hierarchy's root.
     Cgroup(String),
 }
 
@@ -31,7 +31,7 @@ impl Target {
     pub(crate) fn covers(&self, process: u32) -> bool {
         match self {
             Target::Process(root) => descends(process, *root),
-            // An agent or a keeper has sockets of programs, and one that stood still could not answer.
+            // Not an agent or a keeper: they have sockets of programs, and could not answer while they were stopped.
             Target::Port(_) => process != std::process::id() && !is_batons(process),
             Target::Cgroup(path) => process::cgroup(process).is_some_and(|group| is_in(&group, path)) && !is_batons(process),
         }
@@ -42,7 +42,7 @@ impl Target {
         !matches!(self, Target::Port(port) if *port != local_port)
     }
 
-    /// The inodes of the sockets that are selected by their port; None if each of a process may be.
+    /// The inodes of the sockets that are selected by their port; None if all sockets of a selected process may be.
     pub(crate) fn sockets(&self) -> Option<BTreeSet<u64>> {
         match self {
             Target::Port(port) => Some(sockets_at(*port)),
@@ -62,12 +62,12 @@ impl Target {
         found.filter(holds).map(|of| of.process).filter(|process| self.covers(*process)).collect()
     }
 
-    /// Processes that may have selected connections, as far as that is known without a look at what they have.
+    /// Processes that may have selected connections, without examining their descriptors.
     pub(crate) fn candidates(&self) -> Vec<u32> {
         process::all().into_iter().filter(|process| self.covers(*process) && process::first_thread_lives(*process)).collect()
     }
 
-    /// The reason why there is nothing to attach to; None if there is something.
+    /// The reason why there is nothing to attach to; None if there is a process.
     pub(crate) fn absence(&self, processes: &[u32]) -> Option<String> {
         match self {
             Target::Process(number) if !PathBuf::from(format!("/proc/{number}")).exists() => {
@@ -84,13 +84,13 @@ impl Target {
     }
 }
 
-/// Whether a process calls itself one of Baton's: it is left alone.
+/// Whether a process has a name of Baton's processes: it is not attached to.
 fn is_batons(process: u32) -> bool {
     process::name(process).is_some_and(|name| name.starts_with("baton-"))
 }
 
 fn descends(mut process: u32, root: u32) -> bool {
-    // Processes are not nested deeper than this.
+    // A limit for the depth of the process tree.
     for _ in 0..64 {
         if process == root {
             return true;

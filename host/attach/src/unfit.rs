@@ -1,8 +1,8 @@
-//! Connections that the map of sockets is not for, and that stay in the kernel.
+//! Connections that cannot be in the map of sockets, and stay in the kernel.
 //!
-//! In the kernel's receive for sockets of a map a signal, of whatever kind, ends a wait with EAGAIN, which no program
-//! expects of a socket in blocking mode. And splice(2) does not find what was put into the queue: a program that reads
-//! so would wait for ever.
+//! In the kernel's receive function for sockets of a map any signal ends a wait with EAGAIN, which no program expects
+//! of a socket in blocking mode. And splice(2) does not find bytes that were put into the queue: a program that reads
+//! by it would wait for ever.
 
 use crate::Attacher;
 use anyhow::Result;
@@ -12,7 +12,7 @@ use baton_protocol::program::{Ask, Place, Until};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Microseconds from one look at connections' modes to the next, and connections of a look.
+/// Microseconds between two checks of sockets' modes, and number of connections in a check.
 const LOOK: u64 = 100_000;
 const LOOKS: usize = 256;
 
@@ -23,12 +23,12 @@ pub(crate) enum Unfit {
     Blocking,
     /// Its process reads sockets by splice(2).
     Spliced,
-    /// Another attacher has it.
+    /// Another attacher has the connection.
     Attached,
 }
 
 impl Unfit {
-    /// For the list of connections, and when it may move again.
+    /// The text for the list of connections, and when the connection may move again.
     pub fn cause(self) -> (&'static str, Until) {
         match self {
             Unfit::Blocking => ("blocking socket", Until::Again),
@@ -47,13 +47,13 @@ impl Attacher {
         }
         let blocks = match user_apart(entry.process) {
             None => process::blocks(entry.process, entry.fd, entry.inode) == Some(true),
-            // As it was at the last look: the move looks again, when the program stands still.
+            // The result of the last check: the move checks again, when the program is stopped.
             Some(_) => entry.declined == Some(Unfit::Blocking),
         };
         blocks.then_some(Unfit::Blocking)
     }
 
-    /// Leaves a connection in the kernel, and says why once.
+    /// Leaves a connection in the kernel, and tells the agent why, once.
     pub(crate) fn decline(&mut self, number: u32, unfit: Unfit) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         if entry.declined == Some(unfit) {
@@ -78,19 +78,19 @@ impl Attacher {
             if entry.joined.is_some() {
                 self.work.postpone(*number, Unfit::Spliced.cause());
             } else {
-                // It is declined when its turn comes.
+                // It will be declined when its turn comes.
                 self.work.wanted.insert(*number, Place::Nic);
             }
         }
     }
 
-    /// When modes are looked at next, in microseconds; None if no connection's matters.
+    /// Time of the next check of modes, in microseconds; None if there are no connections.
     pub(crate) fn next_look(&self) -> Option<u64> {
         (!self.entries.is_empty()).then_some(self.looks.due)
     }
 
-    /// Follows the modes of sockets, of some at a time: one that has become blocking leaves the NIC, and one that is
-    /// not blocking any more may move there.
+    /// Checks the modes of sockets, of some at a time: a connection whose socket has become blocking leaves the NIC,
+    /// and one whose socket is no longer blocking may move there.
     pub(crate) fn look_at_modes(&mut self) {
         let now = monotonic_micros();
         if now < self.looks.due {
@@ -117,7 +117,7 @@ impl Attacher {
             };
             match user {
                 None => look(),
-                // The look before has not come to its end: this user's programs are left as they are.
+                // The previous check of this user's programs has not ended: nothing changes for them now.
                 Some(user) if foreign::has_calls(user) => {}
                 Some(user) => foreign::call_for(user, look),
             }
@@ -147,8 +147,8 @@ impl Attacher {
     }
 }
 
-/// The user of a process whose entries in /proc may hold up the attacher: neither root nor the attacher's own. Such a
-/// user's are read by a thread for that user.
+/// The user of a process whose entries in /proc may delay the attacher: neither root nor the attacher's own. The
+/// entries are then read by a thread for that user.
 fn user_apart(process: u32) -> Option<u32> {
     process::user_of(process).ok().filter(|user| *user != 0 && *user != process::user())
 }
@@ -164,7 +164,7 @@ struct Socket {
 /// A connection's number, its socket's inode, and whether the socket is in blocking mode.
 type Mode = (u32, u64, bool);
 
-/// Whose mode is looked at next, and when.
+/// The connection whose mode is checked next, and when.
 #[derive(Default)]
 pub(crate) struct Looks {
     next: u32,
