@@ -86,7 +86,7 @@ pub fn resolve(node: Option<&str>, service: Option<&str>, v6: Option<bool>) -> O
     addresses.find(|address| v6.is_none_or(|v6| v6 == address.is_ipv6()))
 }
 
-/// The text behind a pointer of C; None for null, or for what is not text.
+/// The text behind a pointer of C; None for null, or if it is not UTF-8.
 ///
 /// # Safety
 /// Null, or a C string that lives as long as what is returned.

@@ -9,7 +9,7 @@ use std::ffi::c_void;
 pub struct ProgramBuffer {
     parts: Parts,
     length: u64,
-    /// The program has registered more than it has: an access may meet an address without memory.
+    /// The program has registered more than it has mapped: an access may meet an unmapped address.
     guarded: bool,
 }
 
@@ -39,7 +39,7 @@ impl ProgramBuffer {
         ProgramBuffer { parts: Parts::One(start.cast()), length: length as u64, guarded: false }
     }
 
-    /// A part of the address space, of which a part may have no memory.
+    /// A range of addresses that may be partly unmapped.
     ///
     /// # Safety
     /// As [`ProgramBuffer::new`], but for addresses that have no memory.
@@ -63,7 +63,7 @@ impl ProgramBuffer {
         }
     }
 
-    /// Where the `length` bytes at `at` lie, if that is in one part and all of it is memory.
+    /// Address of the `length` bytes at `at`, if they are in one part and certainly mapped.
     fn place(&self, at: u64, length: u64) -> Option<*mut u8> {
         let Parts::One(start) = self.parts else { return None };
         let inside = at.checked_add(length).is_some_and(|end| end <= self.length) && !start.is_null() && !self.guarded;
@@ -121,8 +121,7 @@ fn transfer(program: *mut u8, other: *mut u8, length: usize, direction: Directio
     }
 }
 
-/// As [`transfer`], through the kernel, which leaves out addresses without memory. False if the kernel does not allow
-/// it.
+/// As [`transfer`], through the kernel, which skips unmapped addresses. False if the kernel does not allow it.
 fn transfer_guarded(program: *mut u8, other: *mut u8, length: usize, direction: Direction) -> bool {
     let theirs = libc::iovec { iov_base: program.cast(), iov_len: length };
     let ours = libc::iovec { iov_base: other.cast(), iov_len: length };

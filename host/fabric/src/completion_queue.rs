@@ -38,10 +38,10 @@ struct State {
 /// A queue as endpoints share it.
 pub struct QueueShared {
     state: Mutex<State>,
-    /// Events in the queue, to be asked without its lock.
+    /// Number of events in the queue, readable without its lock.
     count: AtomicUsize,
-    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no
-    /// endpoint, so that the program gets on with what it has got.
+    /// Whether the last read has returned events. MPI libraries read until there are none: the read that ends such a
+    /// series drives no endpoint, so that the program handles its events first.
     in_series: AtomicBool,
     changed: Condvar,
     /// Readable when there are events, if the program asked for a descriptor.
@@ -94,7 +94,7 @@ impl QueueShared {
 
     fn poll(&self) {
         let endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
-        // One endpoint, as MPI libraries have it, is driven without another list.
+        // A single endpoint, the usual case with MPI libraries, is driven without allocating a list.
         let (first, several) = (endpoints.first().and_then(Weak::upgrade), endpoints.len() > 1);
         drop(endpoints);
         if several {
@@ -104,7 +104,7 @@ impl QueueShared {
         }
     }
 
-    /// Whether there is nothing, so that the program may wait for the descriptor.
+    /// Whether the queue is empty, so that the program may wait for the descriptor.
     pub fn is_ready_to_wait(&self) -> bool {
         self.poll();
         let state = self.lock();
@@ -163,7 +163,7 @@ impl QueueShared {
         Some(entry)
     }
 
-    /// After events were taken: an empty queue is not readable.
+    /// Clears the descriptor after events were taken, if the queue is empty.
     fn note_taken(&self, state: &State) {
         if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
             bell.clear();
@@ -171,7 +171,7 @@ impl QueueShared {
         self.count.store(state.events.len(), Ordering::Release);
     }
 
-    /// Whether reads before this one have got events. Asked by a read that finds none.
+    /// Called by a read that finds no events: whether the read before it has returned some.
     fn ends_series(&self) -> bool {
         self.in_series.load(Ordering::Relaxed) && self.in_series.swap(false, Ordering::Relaxed)
     }
@@ -179,7 +179,7 @@ impl QueueShared {
     /// Waits until there is an event, a signal, or the time is over. `timeout` is in milliseconds, negative for ever.
     fn wait(&self, timeout: c_int) {
         let until = u64::try_from(timeout).ok().map(|milliseconds| monotonic_micros() + milliseconds * 1000);
-        // They may be closed while this thread waits, so it keeps none of them.
+        // Endpoints may be closed while this thread waits, so it keeps no reference to them.
         self.endpoints().iter().for_each(|endpoint| endpoint.leave());
         let mut state = self.lock();
         state.waiting += 1;
@@ -188,7 +188,7 @@ impl QueueShared {
             if left == 0 {
                 break;
             }
-            // The endpoint's thread drives it meanwhile.
+            // Each endpoint's thread drives it meanwhile.
             let limit = Duration::from_micros(left.min(100_000));
             state = self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -377,8 +377,8 @@ mod tests {
         unsafe { libc::poll(&mut poll, 1, 0) == 1 }
     }
 
-    /// Whichever call takes the last event: the descriptor is not readable afterwards, or the program would run in
-    /// circles.
+    /// After the last event was taken, by whichever call, the descriptor is not readable; otherwise the program would
+    /// loop.
     #[test]
     fn an_empty_queue_is_not_readable() {
         // SAFETY: attributes are plain data, for which zero is a value.
@@ -408,8 +408,8 @@ mod tests {
         assert_eq!(read_error(), -(errno::EAGAIN as isize));
     }
 
-    /// A closed endpoint is gone, though a thread waits for what it may bring: it does not go on to receive into
-    /// buffers that are the program's again.
+    /// A closed endpoint is freed although a thread waits in a queue: it must not continue to receive into buffers that
+    /// the program uses again.
     #[test]
     fn a_thread_that_waits_does_not_keep_a_closed_endpoint() {
         // SAFETY: tests of this program read the environment by the standard library only, which has a lock for it.

@@ -25,12 +25,12 @@ use std::time::Duration;
 
 /// Longest wait in fi_close() for messages whose sends were already reported as complete, in microseconds.
 const LINGER: u64 = 3_000_000;
-/// Longest wait for peers to answer that they know of the end, in microseconds.
+/// Longest wait for peers to acknowledge the endpoint's end, in microseconds.
 const FAREWELL: u64 = 200_000;
-/// Longest wait for a NIC to say whether a receive was taken back, in microseconds. It answers at once; one that has
-/// died is replaced.
+/// Longest wait for a NIC's answer whether a receive was cancelled, in microseconds. It normally answers at once; a NIC
+/// that has died is replaced.
 const ANSWER: u64 = 1_000_000;
-/// Bytes that must be left in a buffer for several messages, unless the program says otherwise.
+/// Least remaining bytes of a multi-receive buffer, unless the program sets another value.
 const MIN_MULTI_RECV: usize = 64;
 
 /// An endpoint as queues and counters share it.
@@ -59,7 +59,7 @@ impl EndpointShared {
         self.driver.poll();
     }
 
-    /// The program waits now: the endpoint's thread takes over.
+    /// Tells the endpoint that the program now waits, so that the endpoint's thread drives it.
     pub fn leave(&self) {
         self.driver.leave();
     }
@@ -69,7 +69,7 @@ impl EndpointShared {
         self.driver.call(work)
     }
 
-    /// Waits for messages that the program believes to be sent, then takes leave of all peers.
+    /// Waits for messages whose sends were reported as complete, then ends the associations with all peers.
     fn finish(&self) {
         self.wait(LINGER, |state, _| !state.endpoint.is_sending());
         self.call(|state, now| state.endpoint.close_all(now));
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn open(domain: *mut FidDomain, info: *mut Info, out: *mut
             Ok(shared) => Arc::new(shared),
             Err(error) => {
                 log(Level::Warn, &format!("an endpoint cannot be opened: {error}"));
-                // Without a number it is the NIC's agent that is missing, or refuses.
+                // An error without a number is from the NIC's agent, which is missing or refuses.
                 return failure(error.raw_os_error().unwrap_or(errno::ENODEV));
             }
         };
@@ -168,7 +168,7 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
     let mut address = source.unwrap_or(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)));
     let all = addresses::all();
     if address.ip().is_unspecified() {
-        // Packets are checked against the address that they were sent to, so there must be one.
+        // Packets are checked against their destination address, so the endpoint needs one.
         let first = settings::address().or_else(|| all.first().map(|local| local.address));
         address.set_ip(first.ok_or_else(|| io::Error::from_raw_os_error(errno::EADDRNOTAVAIL))?);
     }
@@ -233,8 +233,8 @@ unsafe extern "C" fn close(fid: *mut Fid) -> c_int {
     unsafe { crate::object::close::<Endpoint>(fid) }
 }
 
-/// Leaves queues and counters, and waits for threads that are just driving the endpoint by them: when it has been
-/// closed, nothing is received into the program's buffers any more.
+/// Removes the endpoint from queues and counters, and waits for threads that are just driving it: after the close no
+/// bytes may be received into the program's buffers.
 fn leave_queues(shared: &Arc<EndpointShared>) {
     let (queues, counters) =
         shared.call(|state, _| ([state.transmit.queue.clone(), state.receive.queue.clone()], state.counters.0.clone()));
@@ -264,7 +264,7 @@ unsafe extern "C" fn bind(fid: *mut Fid, other: *mut Fid, flags: u64) -> c_int {
                 counter.shared.drive(&endpoint.shared);
                 0
             }),
-            // Nothing is reported there.
+            // No events are reported to an event queue.
             class::EQ => 0,
             _ => failure(errno::EINVAL),
         }
@@ -329,7 +329,7 @@ fn operation_flags(shared: &EndpointShared, command: c_int, flags: &mut u64) -> 
     0
 }
 
-/// Whether a receive that is to be taken back was: a NIC that matches is asked, and a message may be faster.
+/// Whether a receive was cancelled: if the NIC matches, it is asked, and a message may match the receive before.
 fn is_taken_back(state: &mut State, token: Token) -> bool {
     let until = monotonic_micros() + ANSWER;
     loop {
@@ -346,8 +346,8 @@ fn is_taken_back(state: &mut State, token: Token) -> bool {
     }
 }
 
-/// fi_cancel(): 0 if the operation's completion says that it was cancelled. MPI libraries wait for that then, so what
-/// has matched, is on its way or has ended is not found.
+/// fi_cancel(): 0 if the operation's completion says that it was cancelled. MPI libraries then wait for that
+/// completion, so for an operation that has matched, is in progress or has ended this returns an error.
 unsafe extern "C" fn cancel(fid: *mut Fid, context: *mut c_void) -> isize {
     // SAFETY: C's pointer to an endpoint that is not closed.
     let Some(endpoint) = (unsafe { object::<Endpoint, _>(fid) }) else { return failure(errno::EINVAL) as isize };

@@ -1,5 +1,5 @@
-//! Event queues, fi_eq(3). Endpoints without connections and synchronous address vectors report nothing there, but
-//! programs open one all the same.
+//! Event queues, fi_eq(3). Connectionless endpoints and synchronous address vectors report no events there, but
+//! programs open one nevertheless.
 
 use crate::abi::{EqOps, Fid, FidEq, FidFabric, FidOps, class, errno};
 use crate::object::{close, hand_out, missing, no_bind, no_control};
@@ -33,7 +33,7 @@ unsafe extern "C" fn readerr(_: *mut FidEq, _: *mut c_void, _: u64) -> isize {
     -(errno::EAGAIN as isize)
 }
 
-/// Waits in vain for as long as it is asked to.
+/// Waits until the time limit, since no event ever comes.
 unsafe extern "C" fn sread(_: *mut FidEq, _: *mut u32, _: *mut c_void, _: usize, timeout: c_int, _: u64) -> isize {
     match u64::try_from(timeout) {
         Ok(milliseconds) => std::thread::sleep(Duration::from_millis(milliseconds)),

@@ -61,7 +61,7 @@ unsafe extern "C" fn trywait(_: *mut FidFabric, fids: *mut *mut Fid, count: c_in
             let fid = *fids.add(at);
             match fid.as_ref().map(|fid| fid.class) {
                 Some(class::CQ) => object::<Queue, _>(fid.cast::<FidCq>()).is_some_and(|queue| queue.shared.is_ready_to_wait()),
-                // Nothing comes into an event queue, so waiting is always right.
+                // An event queue never has events, so the program may always wait.
                 Some(class::EQ) => true,
                 _ => return failure(errno::EINVAL),
             }

@@ -1,4 +1,4 @@
-//! fi_getinfo(3): what this provider offers, for each address of the host, as far as it is what is asked for.
+//! fi_getinfo(3): the provider's offer for each address of the host that matches the program's hints.
 
 use crate::abi::{
     AV_TABLE, DomainAttr, EP_RDM, EpAttr, FabricAttr, Info, ORDER_SAS, PROGRESS_AUTO, RM_ENABLED, RxAttr, THREAD_SAFE, TxAttr,
@@ -32,7 +32,7 @@ pub const CAPS: u64 = caps::MSG
 const SENDING: u64 = caps::SEND | caps::READ | caps::WRITE;
 const RECEIVING: u64 =
     caps::RECV | caps::REMOTE_READ | caps::REMOTE_WRITE | caps::MULTI_RECV | caps::SOURCE | caps::DIRECTED_RECV | caps::RMA_EVENT;
-/// Of the capabilities, those that an endpoint has only if it was asked for them.
+/// Capabilities that an endpoint has only on request.
 const ON_REQUEST: u64 =
     caps::SOURCE | caps::RMA_EVENT | caps::MULTI_RECV | caps::DIRECTED_RECV | caps::LOCAL_COMM | caps::REMOTE_COMM;
 
@@ -44,10 +44,10 @@ pub const PARTS: usize = 8;
 const CQ_DATA: usize = 4;
 /// Objects of each kind: as many as there is memory for.
 const MANY: usize = 1 << 16;
-/// Bytes of each structure. Later versions of libfabric have appended fields; in them zero means that there is nothing.
+/// Bytes of each structure. Later versions of libfabric have appended fields, in which zero means unset.
 const STRUCTURE: usize = 1024;
 
-/// What a program asks for.
+/// A program's request.
 struct Wanted<'a> {
     hints: Option<&'a Info>,
     /// Its address, or the address it wants to reach.
@@ -112,7 +112,7 @@ impl<'a> Wanted<'a> {
             });
             let address = addresses::resolve(node, service, v6).ok_or(errno::ENODATA)?;
             match (flags & flags::SOURCE != 0, node.is_some()) {
-                // A port, and no address: any of ours will do.
+                // A port without an address: any address of this host.
                 (true, false) => {
                     source = Some(SocketAddr::new(source.map_or(IpAddr::from([0, 0, 0, 0]), |known| known.ip()), address.port()))
                 }
@@ -124,7 +124,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Whether what is asked for is something that we have.
+/// Whether this provider can satisfy the hints.
 ///
 /// # Safety
 /// The pointers of `hints` are null or valid.
@@ -169,7 +169,7 @@ unsafe fn fits(hints: Option<&Info>) -> bool {
 /// Name of the fabric.
 const FABRIC: &str = "rmpp";
 
-/// The addresses that an endpoint may have for what is asked.
+/// The addresses that an endpoint may have for this request.
 fn candidates(wanted: &Wanted<'_>) -> Vec<Local> {
     let mut all = addresses::all();
     let address = wanted.source.map(|source| source.ip()).filter(|address| !address.is_unspecified()).or_else(settings::address);
@@ -189,8 +189,8 @@ fn candidates(wanted: &Wanted<'_>) -> Vec<Local> {
             all.retain(|local| local.interface == name);
         }
     }
-    // MPI libraries spread the ranks of a host over what they are offered, and not every address reaches every other:
-    // without a wish there is one.
+    // MPI libraries spread the ranks of a host over all offered addresses, and not every address reaches every other
+    // one: so without a requested address only one is offered.
     all.truncate(1);
     all
 }
@@ -217,7 +217,7 @@ fn text(text: &str) -> *mut c_char {
     CString::new(text).map_or(std::ptr::null_mut(), |text| duplicate(text.as_bytes_with_nul()).cast())
 }
 
-/// What there is for one address, in memory that fi_freeinfo() frees. Null without memory.
+/// The offer for one address, in memory that fi_freeinfo() frees. Null without memory.
 ///
 /// # Safety
 /// The pointers of the hints are null or valid.
@@ -259,7 +259,7 @@ enum Part<'a> {
 
 fn fill(info: &mut Info, wanted: &Wanted<'_>, local: &Local) {
     let asked = wanted.hints.map_or(0, |hints| hints.caps);
-    // Without wishes there is everything. MSG and TAGGED without a direction mean both.
+    // Without hints all capabilities are offered. MSG and TAGGED without a direction mean both directions.
     info.caps =
         if asked == 0 { CAPS } else { asked | CAPS & !ON_REQUEST & directions(asked) | caps::LOCAL_COMM | caps::REMOTE_COMM };
     info.addr_format = if local.address.is_ipv4() { format::SOCKADDR_IN } else { format::SOCKADDR_IN6 };
@@ -326,11 +326,11 @@ impl Part<'_> {
 impl DomainAttr {
     fn fill(&mut self, asked: Option<&DomainAttr>) {
         let either = |wish: Option<c_int>, ours: c_int| wish.filter(|wish| *wish != 0).unwrap_or(ours);
-        // Any thread may call anything, so every promise not to is fine.
+        // Any thread may call any function, so every weaker threading model is fine, too.
         self.threading = either(asked.map(|asked| asked.threading), THREAD_SAFE);
         (self.control_progress, self.data_progress, self.resource_mgmt) = (PROGRESS_AUTO, PROGRESS_AUTO, RM_ENABLED);
         self.av_type = either(asked.map(|asked| asked.av_type), AV_TABLE);
-        // Keys may be ours or the program's, addresses virtual or offsets: as it is asked for.
+        // Keys may be the provider's or the program's, addresses virtual or offsets: as requested.
         self.mr_mode =
             asked.map_or(0, |asked| asked.mr_mode & (mr::BASIC | mr::SCALABLE | mr::VIRT_ADDR | mr::ALLOCATED | mr::PROV_KEY));
         (self.mr_key_size, self.cq_data_size) = (8, CQ_DATA);

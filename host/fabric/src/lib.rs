@@ -65,7 +65,8 @@ extern "C" fn fi_prov_ini() -> *mut Provider {
     if provider().is_null() {
         let made = Box::into_raw(Box::new(Provider {
             version: VERSION,
-            // libfabric takes providers of its own major version. What is used here is the same in 1.17 and 2.x.
+            // libfabric accepts providers of its own major version. The part that is used here is the same in 1.17 and
+            // 2.x.
             fi_version: libfabric::version(),
             context: [std::ptr::null_mut(); 4],
             name: c"rmpp".as_ptr(),
@@ -73,7 +74,7 @@ extern "C" fn fi_prov_ini() -> *mut Provider {
             fabric: fabric::open,
             cleanup,
         }));
-        // Whoever comes second leaves a few bytes behind, and uses the first one's.
+        // A second thread that comes at the same time leaks a few bytes, and uses the first one's structure.
         let _ = PROVIDER.compare_exchange(std::ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire);
     }
     provider()

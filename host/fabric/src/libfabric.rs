@@ -1,7 +1,7 @@
 //! The libfabric that has loaded us: its version and its log.
 //!
-//! A process may have several libfabrics, and theirs need not be visible to us: a plug-in of an MPI library may have
-//! loaded it for itself alone. So ours is found by who has called us, and its functions by name.
+//! A process may have several libfabrics, whose symbols need not be visible here: a plug-in of an MPI library may have
+//! loaded its own. So the right one is found by the address of the caller, and its functions by name.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;

@@ -22,9 +22,9 @@ pub type Keys = BuildHasherDefault<DefaultHasher>;
 #[derive(Clone, Copy, Debug)]
 pub struct Operation {
     pub context: *mut c_void,
-    /// Where the message lies.
+    /// The message's buffer.
     pub buffer: *mut c_void,
-    /// Flags of its completion: what it is.
+    /// Flags of its completion, which say what kind of operation it is.
     pub flags: u64,
     /// Whether success is reported by a completion entry; an error always is.
     pub reported: bool,
@@ -32,7 +32,7 @@ pub struct Operation {
     pub number: u32,
 }
 
-/// Where the ends of operations of one kind are reported.
+/// The queue in which operations of one direction report their ends.
 #[derive(Default)]
 pub struct Sink {
     pub queue: Option<Arc<QueueShared>>,
@@ -58,8 +58,7 @@ impl Counters {
 pub struct State {
     pub endpoint: Endpoint<ProgramBuffer>,
     pub addresses: Option<Arc<Addresses>>,
-    /// Peers by their place in the address vector, as far as they were needed since an address was last removed from
-    /// it.
+    /// Peers by their place in the address vector, as far as they were used since an address was last removed from it.
     pub peers: Vec<Option<PeerId>>,
     /// Number of addresses that had been removed then.
     pub removals: u64,
@@ -205,7 +204,7 @@ impl State {
         let addresses = self.addresses.as_ref().ok_or(errno::EOPBADSTATE)?;
         let removals = addresses.removals();
         if removals != self.removals {
-            // A place may be another address's now.
+            // A place may have another address now.
             self.peers.clear();
             self.removals = removals;
         }
@@ -213,7 +212,7 @@ impl State {
             return Ok(*peer);
         }
         let address = addresses.get(place).ok_or(errno::EINVAL)?;
-        // Peers of addresses that were removed leave their places to others.
+        // Peers of removed addresses give up their places.
         let known = &self.peers;
         let peer = self.endpoint.peer(address, |peer| known.contains(&Some(peer))).map_err(|_| errno::ENOMEM)?;
         if self.peers.len() <= at {
@@ -227,8 +226,8 @@ impl State {
 /// Our number of a receive that was too short, for fi_cq_strerror().
 const TRUNCATED: c_int = 7;
 
-/// Why an operation of this kind has failed. Reads and writes are refused; a message ends like that only if its
-/// receiver has given it up, since no more of it came.
+/// Why an operation of this kind has failed. For a read or write `Aborted` means that it was refused; a message is
+/// aborted only if its receiver has given it up because no more packets came.
 fn cause(error: Error, kind: u64) -> Error {
     match error {
         Error::Aborted if kind & caps::RMA == 0 => Error::NoProgress,
@@ -279,7 +278,7 @@ pub fn error_text(number: c_int) -> &'static CStr {
 mod tests {
     use super::*;
 
-    /// Both sides of a message that its receiver has given up are told so, and not that there is no such key.
+    /// If a receiver gives up a message, both sides get an error that says so, not one about a missing key.
     #[test]
     fn only_reads_and_writes_are_refused() {
         let number = |kind| error_number(cause(Error::Aborted, kind));

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Longest region that is taken to be all memory; longer ones may have parts without memory (MPI_Win_create_dynamic).
+/// Longest region that is assumed to be fully mapped; longer ones may be partly unmapped (MPI_Win_create_dynamic).
 const PLAUSIBLE: usize = 1 << 46;
 
 /// A region that peers may reach.
@@ -37,7 +37,7 @@ impl Registry {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enters a region under a key, or under one of ours. None if the key is taken.
+    /// Enters a region under the program's key, or under one that the provider chooses. None if the key is taken.
     fn insert(&self, key: Option<u64>, region: Registered) -> Option<u64> {
         let mut keys = self.lock();
         let key = key.unwrap_or_else(|| {
@@ -52,7 +52,7 @@ impl Registry {
     }
 }
 
-/// The registry as an endpoint asks it.
+/// An endpoint's access to the registry.
 pub struct Reach(pub Arc<DomainShared>);
 
 impl Regions<ProgramBuffer> for Reach {
@@ -99,7 +99,7 @@ static FID_OPS: FidOps = FidOps {
     ops_set: missing,
 };
 
-/// Endpoints and counters may be bound to regions; here a region is every endpoint's of its domain.
+/// Endpoints and counters may be bound to regions; here a region belongs to all endpoints of its domain.
 unsafe extern "C" fn bind(_: *mut Fid, _: *mut Fid, _: u64) -> c_int {
     0
 }

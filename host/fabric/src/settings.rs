@@ -1,4 +1,4 @@
-//! Settings of the provider, from the environment: FI_RMPP_NAME, as libfabric's other providers have theirs.
+//! Settings of the provider, from environment variables FI_RMPP_NAME, as for libfabric's other providers.
 
 use crate::libfabric::{Level, log};
 use baton_messages::{Halves, MAX_AHEAD, MAX_GRANT, Settings, Use};
@@ -9,10 +9,10 @@ use std::str::FromStr;
 const SMALLEST_PACKET: u16 = 1200;
 /// Largest packet over IPv4: what a UDP datagram carries.
 const LARGEST_PACKET: u16 = 65_507;
-/// Packets of a link with long frames (loopback has 64 KB) are no longer than this: with fewer, larger packets a grant
-/// would be more than a socket's receive buffer holds.
+/// Longest packets on a link with long frames (loopback has 64 KB): with larger packets a grant would exceed a socket's
+/// receive buffer.
 const USUAL_PACKET: u16 = 16_384;
-/// Bytes that may be cleared at least: the longest packet of any peer's.
+/// Least number of bytes that may be cleared: the longest packet of any peer.
 const LEAST_PINNED: u64 = 1 << 16;
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: u32 = 28;

@@ -1,4 +1,4 @@
-//! What the many forms of send, receive, read and write come down to.
+//! The common implementation of the many forms of send, receive, read and write.
 
 use crate::abi::{ADDR_UNSPEC, CqEntry, FidEp, caps, errno, flags};
 use crate::buffer::ProgramBuffer;
@@ -92,7 +92,7 @@ pub enum Parts {
     Several(*const libc::iovec, usize),
 }
 
-/// What the forms of send and receive have in common.
+/// The common arguments of the forms of send and receive.
 pub struct Call {
     pub parts: Parts,
     /// Source or destination.

@@ -1,6 +1,6 @@
-//! fork(2): lent memory is shared, so a child would see what its parent writes, and the other way round. A child gets
-//! copies of the blocks in use instead, before fork(2) returns in either process. vfork(2) and posix_spawn(3), whose
-//! children only execute another program, need none.
+//! fork(2): lent memory is shared, so parent and child would see each other's writes. A child gets copies of the blocks
+//! in use instead, before fork(2) returns in either process. vfork(2) and posix_spawn(3), whose children only execute
+//! another program, need none.
 
 use crate::lent::{Blocks, Lent, shared};
 use rustix::fs::SeekFrom;
@@ -12,8 +12,9 @@ use std::sync::MutexGuard;
 /// Held from before a fork until after it, so that the blocks stay as they are.
 struct Forking {
     blocks: MutexGuard<'static, Blocks>,
-    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits for its end.
-    /// Without a pipe the parent does not wait, and what it writes in the first microseconds may show in the child.
+    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits until it is
+    /// closed. Without a pipe the parent does not wait, and the child may see the parent's writes of the first
+    /// microseconds.
     pipe: Option<(PipeReader, PipeWriter)>,
 }
 
@@ -30,7 +31,7 @@ pub fn watch() -> bool {
 
 extern "C" fn prepare() {
     let Some(lent) = shared() else { return };
-    // Before the lock is taken: it may allocate.
+    // Before the lock is taken, since this may allocate.
     let pipe = std::io::pipe().ok();
     let forking = Forking { blocks: lent.lock(), pipe };
     FORKING.with(|place| *place.borrow_mut() = Some(forking));
@@ -52,7 +53,7 @@ extern "C" fn child() {
         lent.close();
         for (place, length, at) in lent.used(&blocks) {
             if !make_private(lent, place, length, at) {
-                // It would write into its parent's memory.
+                // The child would write into its parent's memory.
                 std::process::abort();
             }
         }
@@ -81,7 +82,7 @@ fn make_private(lent: &Lent, place: *mut u8, length: usize, at: u64) -> bool {
 
 /// The parts of a block that have pages: where each begins and ends in it.
 fn data(fd: BorrowedFd<'_>, at: u64, length: usize) -> impl Iterator<Item = (usize, usize)> {
-    // The position of a shared memory's descriptor means nothing to anybody.
+    // lseek(2) moves the descriptor's position, which no code uses.
     let seek = move |to: fn(u64) -> SeekFrom, from: usize| match rustix::fs::seek(fd, to(at + from as u64)) {
         Ok(found) => usize::try_from(found.saturating_sub(at)).unwrap_or(length).min(length),
         Err(_) => length,

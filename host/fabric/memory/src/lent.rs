@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Bytes of the smallest and largest blocks that lie there. A smaller message costs less to copy than to keep track of.
+/// Bytes of the smallest and largest blocks there. Copying a smaller message costs less than managing a block.
 const LEAST: usize = 64 << 10;
 const MOST: usize = 1 << 30;
 /// Every block begins at a multiple of this.
@@ -27,10 +27,10 @@ pub struct Lent {
     start: usize,
     length: usize,
     fd: OwnedFd,
-    /// Where it begins in the shared memory.
+    /// Offset of the lent part in the shared memory.
     at: u64,
     blocks: Mutex<Blocks>,
-    /// No more blocks are given out: this is a child of the process that it was lent to.
+    /// No more blocks are allocated, since this is a child of the process that the memory was lent to.
     closed: AtomicBool,
 }
 
@@ -53,7 +53,7 @@ pub unsafe fn lend(start: *mut u8, length: usize, fd: BorrowedFd<'_>, at: u64) -
     usable && LENT.set(lent).is_ok()
 }
 
-/// Takes a block of `size` bytes. None if the C library is to be asked.
+/// Takes a block of `size` bytes. None if the C library has to allocate it.
 pub fn take(size: usize) -> Option<NonNull<u8>> {
     let lent = LENT.get().filter(|lent| (LEAST..=MOST).contains(&size) && !lent.closed.load(Ordering::Relaxed))?;
     let mut blocks = lent.lock();
@@ -77,7 +77,7 @@ pub fn take_cleared(size: usize) -> Option<NonNull<u8>> {
 pub fn give(block: *mut u8) -> bool {
     let Some((lent, offset)) = find(block) else { return false };
     let mut blocks = lent.lock();
-    // A program that frees what it has not gets no help here; nor does it harm other blocks.
+    // Freeing an address that is no block has no effect, and does not harm other blocks.
     let Some(bytes) = blocks.sizes.remove(&offset) else { return true };
     if lent.closed.load(Ordering::Relaxed) {
         return true;
@@ -116,7 +116,7 @@ impl Lent {
         std::ptr::with_exposed_provenance_mut(self.start + offset as usize)
     }
 
-    /// Gives no more blocks out: those that are in use are this process's own now.
+    /// Stops allocating blocks: those in use are now private copies of this process.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
     }
@@ -130,8 +130,8 @@ impl Lent {
         self.fd.as_fd()
     }
 
-    /// Returns the pages of a range to the system; they read as zero afterwards. free(3) leaves errno alone, and so
-    /// does this: rustix makes the system call without the C library. False if that is not possible.
+    /// Returns the pages of a range to the system; they read as zero afterwards. It keeps errno, as free(3) does, since
+    /// rustix makes the system call without the C library. False if that is not possible.
     fn discard(&self, offset: usize, length: usize) -> bool {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.fd, mode, self.at + offset as u64, length as u64).is_ok()

@@ -188,8 +188,7 @@ mod tests {
 
     const MEGABYTE: usize = 1 << 20;
 
-    /// Memory that was lent, and where it lies. A process is lent memory once, so the tests share it, and one has it at
-    /// a time: what one of them takes, another does not find free.
+    /// The lent memory. Memory can be lent to a process only once, so the tests share it and use it one at a time.
     static MEMORY: LazyLock<Mutex<Region>> = LazyLock::new(|| {
         let memory = Region::create("test", 64 * MEGABYTE).unwrap();
         let (start, fd) = (memory.span(0, memory.len()).unwrap(), memory.fd().unwrap());
@@ -253,7 +252,7 @@ mod tests {
                 assert!(memory.holds(block));
                 assert!(std::slice::from_raw_parts(block.cast::<u8>(), size).iter().all(|byte| *byte == 0), "{size}");
                 free(block);
-                // The compiler knows calloc, and may leave one out whose block nobody uses.
+                // The compiler may remove a calloc whose block is not used.
                 assert!(black_box(calloc(black_box(usize::MAX), 2)).is_null());
             }
         }

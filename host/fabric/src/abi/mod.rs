@@ -1,9 +1,9 @@
-//! libfabric's C interface, written by hand from the headers `rdma/*.h` of libfabric 1.17; what 2.x has added stands
-//! behind what is used here. Names are the headers' without `FI_` and `fi_`.
+//! libfabric's C interface, written by hand from the headers `rdma/*.h` of libfabric 1.17; the fields that 2.x has
+//! added come after those used here. Names are the headers' without `FI_` and `fi_`.
 //!
-//! What libfabric allocates or reads by its own size (`fi_info` and its parts) is only ever reached through pointers;
-//! what it allocates no room for is not touched. Every table of functions begins with its size, so a table that is
-//! shorter than the caller's is what 1.17 had.
+//! Structures that libfabric allocates or reads with its own size (`fi_info` and its parts) are only accessed through
+//! pointers, and fields that it may not have allocated are not touched. Every table of functions begins with its size,
+//! so a table that is shorter than the caller's is what 1.17 had.
 
 #![expect(dead_code, reason = "fields and constants stand for what C has, used or not")]
 
