@@ -372,7 +372,7 @@ impl Attacher {
         }
         match next {
             Next::GoesOn => return Ok(()),
-            // The program has closed it, so no bytes are needed any more.
+            // The connection has ended on the NIC: bytes that still wait for it cannot be sent any more.
             Next::Ended => self.forget(number)?,
             _ if entry.closed.is_some() => return Ok(()),
             Next::AtEnd => self.work.postpone(number, ("end of stream", Until::Never)),
