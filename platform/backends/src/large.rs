@@ -1,7 +1,7 @@
 //! Frames of more than 64 KB (BIG TCP: a peer on this machine whose `gso_max_size` was raised). An IPv6 packet then has
-//! no length, or one in a jumbo option (RFC 2675), an IPv4 packet has the length 0. They are cut into frames of whole
-//! segments that are as long as any other before anything else sees them, unless whoever receives takes the payload
-//! of the whole one elsewhere ([`Large::show`]).
+//! no length, or one in a jumbo option (RFC 2675), an IPv4 packet has the length 0. Before anything else sees such a
+//! frame it is cut into frames of ordinary length, each of whole segments. Only a receiver that takes the payload of
+//! the whole frame into memory of its own ([`Large::show`]) gets it uncut.
 
 use baton_device::{BEGINNING, Checksum, Frame, Segmentation};
 use baton_wire::Flags;
@@ -15,7 +15,7 @@ const MOST_IP: usize = 65_535;
 const LONGEST_IPV4: usize = ETHERNET + MOST_IP;
 /// Bytes of a frame that a [`Frame`] has no room for. Linux makes none of more than 512 KB.
 const REST: usize = 8 << 16;
-/// Bytes before them, for what the frame itself has.
+/// Bytes in front of the room for payload: as many as the frame itself takes up.
 const BEFORE: usize = 1 << 17;
 /// Bytes of the longest headers: Ethernet, IPv4 with options or IPv6, TCP.
 const HEADERS: usize = ETHERNET + 60 + 60;
@@ -28,13 +28,13 @@ const JUMBO_BYTES: usize = 8;
 /// A large frame that is being cut.
 #[derive(Debug)]
 pub(crate) struct Large {
-    /// Payload; what the frame itself has no room for is received behind the first [`BEFORE`] bytes.
+    /// The payload. The part that the frame itself has no room for is received behind the first [`BEFORE`] bytes.
     room: Box<[u8]>,
-    /// What of it has not been given out.
+    /// The part of the payload that no frame has carried out yet.
     left: core::ops::Range<usize>,
-    /// The headers, those of the next frame.
+    /// The headers for the next frame that is cut off.
     headers: [u8; HEADERS],
-    /// Bytes of all headers, and of those in front of TCP's.
+    /// Length of all headers, and length of the headers in front of TCP's, in bytes.
     lengths: (usize, usize),
     segmentation: Segmentation,
     interface: u32,
@@ -44,7 +44,7 @@ pub(crate) struct Large {
 
 /// What the headers of a long frame say.
 enum Kind {
-    /// The packet has a length, as IPv6 has them of up to 64 KB without options.
+    /// The headers give the packet's length, as for IPv6 packets of up to 64 KB without a jumbo option.
     Ordinary,
     /// It has none. The payload begins at this offset.
     Large(usize),
@@ -79,11 +79,11 @@ impl Large {
         &mut self.room[BEFORE..]
     }
 
-    /// The same as a device takes payload.
+    /// The rest of the room, as atomic bytes: the form in which a device takes memory for payload.
     pub fn shared_rest(&mut self) -> &[AtomicU8] {
         let rest: *mut [u8] = self.rest();
-        // SAFETY: an atomic has the size and alignment of its byte, and these bytes are borrowed exclusively as long as
-        // what is returned.
+        // SAFETY: an atomic byte has the size and alignment of a byte, and these bytes are borrowed exclusively as long
+        // as the returned slice lives.
         unsafe { &*(rest as *const [AtomicU8]) }
     }
 
@@ -109,7 +109,7 @@ impl Large {
             Kind::Damaged => return false,
             Kind::Large(payload) => payload,
         };
-        // What the frame has of the payload comes before what is in the rest.
+        // The payload's beginning is in the frame, and its remainder in the rest.
         let here = &frame.bytes()[payload..];
         let Some(first) = BEFORE.checked_sub(here.len()) else { return false };
         self.room[first..BEFORE].copy_from_slice(here);
@@ -119,8 +119,8 @@ impl Large {
 
     /// Makes a frame that [`Large::concerns`], of `length` bytes, of which the first [`BEGINNING`] are in `frame`, the
     /// headers of a segment without payload. Returns the bytes of payload, and those of options that lie between
-    /// headers and payload in the frame itself. None, and nothing is done to `frame`, if it has to be received first.
-    /// No part of another frame may be left.
+    /// headers and payload in the frame itself. Returns None, and leaves `frame` unchanged, if the whole frame has to
+    /// be received first. No part of an earlier large frame may be left when this is called.
     #[cold]
     pub fn show(&mut self, frame: &mut Frame, length: usize) -> Option<(u32, usize)> {
         if frame.length() < HEADERS + JUMBO_BYTES {
@@ -164,7 +164,8 @@ impl Large {
         };
         let header = usize::from(bytes[transport + options + tcp::DATA_OFFSET] >> 4) * 4;
         let (Some(segmentation), true) = (frame.segmentation, header >= TCP) else { return Kind::Damaged };
-        // What a device has not verified, and nobody completes, cannot be cut: the sum is over all of it.
+        // A frame whose checksum no device has verified, and nothing will complete, cannot be cut: its checksum covers
+        // the whole frame.
         if segmentation.udp || segmentation.size == 0 || frame.checksum == Checksum::Unknown {
             return Kind::Damaged;
         }
@@ -185,7 +186,7 @@ impl Large {
     #[cold]
     pub fn next(&mut self, frame: &mut Frame) -> bool {
         let ((headers, transport), size) = (self.lengths, usize::from(self.segmentation.size));
-        // A frame in which no segment fits is shorter than those that frames are received into.
+        // If no segment fits, this frame's buffer is smaller than the buffers into which frames are received.
         let most = (frame.capacity().min(self.longest()).saturating_sub(headers) / size.max(1)) * size;
         let length = most.min(self.left.len());
         if length == 0 {
@@ -204,7 +205,7 @@ impl Large {
         frame.checksum = Checksum::Partial { start: transport as u16, offset: tcp::CHECKSUM as u16 };
         frame.segmentation = (length > size).then_some(self.segmentation);
         frame.interface = self.interface;
-        // The headers of what follows.
+        // The headers for the next frame.
         let seq = be32(&self.headers, transport + tcp::SEQ).wrapping_add(length as u32);
         self.headers[transport + tcp::SEQ..][..4].copy_from_slice(&seq.to_be_bytes());
         self.flags &= !Flags::CWR.0;
@@ -375,7 +376,7 @@ mod tests {
         assert_eq!(&frame.bytes()[..first.len()], first);
     }
 
-    /// Whatever the bytes are, what comes out is whole or lost.
+    /// Whatever bytes the headers contain, each resulting frame is whole or lost.
     #[test]
     fn damaged_headers_are_lost_or_kept_as_they_are() {
         for at in 12..100 {

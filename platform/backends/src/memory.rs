@@ -38,8 +38,8 @@ impl Queue {
     /// Exchanges the frame at an index of the ring; indices count without wrapping at its size.
     #[inline]
     fn exchange(&self, index: usize, frame: &mut Frame) {
-        // SAFETY: `mask` is the greatest index. The cell is not shared between threads, nobody else holds a reference
-        // to what is in it, and `frame`, which is borrowed mutably, lies elsewhere.
+        // SAFETY: `mask` is the greatest index. The cell is not shared between threads, no other reference to its
+        // content exists, and `frame`, which is borrowed mutably, lies elsewhere.
         core::mem::swap(unsafe { &mut *self.frames.get_unchecked(index & self.mask).as_ptr() }, frame);
     }
 }

@@ -17,19 +17,20 @@ use std::sync::atomic::AtomicU8;
 pub struct PacketDevice {
     fd: OwnedFd,
     segmentation: bool,
-    /// The kernel takes runs of datagrams, as far as is known: Linux before 6.2 does not.
+    /// False once the kernel has refused a run of datagrams, as Linux before 6.2 does.
     takes_datagrams: bool,
-    /// Received frames, if the socket has a ring for them (`baton_linux::packet_ring`).
+    /// The ring of received frames, if the socket has one (`baton_linux::packet_ring`).
     received: Option<ReceiveRing>,
-    /// Frames to be sent, if it has a ring for those, too; and the socket by which frames are sent that the ring has no
-    /// room for.
+    /// The ring of frames to be sent, if the socket has one, and a second socket: it sends the frames for which the
+    /// ring has no room.
     to_send: Option<(SendRing, OwnedFd)>,
     /// The interface that the gathered frames go to.
     gathered_for: u32,
     /// Gathered frames that were lost since the last flush.
     lost: u64,
     large: Box<Large>,
-    /// Of the large frame that is shown: its bytes, and those between the headers that are shown and its payload.
+    /// Lengths of the large frame that is shown: of the whole frame, and of the options between the shown headers and
+    /// its payload.
     shown: (usize, usize),
 }
 
@@ -49,8 +50,8 @@ impl PacketDevice {
         Ok(PacketDevice { received: rings.map(|rings| rings.0), ..self })
     }
 
-    /// Receives and sends through the socket's rings, if it has them. `plain` is a packet socket without a ring for
-    /// frames to be sent.
+    /// Makes the device receive and send through the socket's rings, if the socket has them. `plain` is a packet socket
+    /// without a ring for frames to be sent.
     ///
     /// # Errors
     /// If the rings cannot be mapped.
@@ -64,13 +65,13 @@ impl PacketDevice {
         if let Some((ring, _)) = &mut self.to_send
             && ring.has_gathered()
         {
-            // What it has not sent is still in the ring.
+            // Frames that the kernel has not sent are still in the ring.
             send_ring(&self.fd, self.gathered_for);
             self.lost += ring.sent();
         }
     }
 
-    /// Sends a frame, its virtio header and what follows it at once, without the ring.
+    /// Sends a frame at once, without the ring: the virtio header, the frame and the payload behind it.
     fn send_parts(&self, frame: &mut Frame, header: [u8; VNET_HEADER], payload: Payload<'_>) -> bool {
         let (interface, length) = (frame.interface, frame.length());
         let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
@@ -100,13 +101,13 @@ impl PacketDevice {
         self.receive_whole(frame, length)
     }
 
-    /// Receives the frame of so many bytes that the ring has shown, or the first part of one that is longer than
-    /// others. False if it is lost.
+    /// Receives the frame that the ring has shown, of `length` bytes; of a large frame, the first part. Returns false
+    /// if the frame is lost.
     fn receive_whole(&mut self, frame: &mut Frame, length: usize) -> bool {
         let (here, beyond) = (frame.length(), length - frame.length());
         let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + here];
         let rest = self.large.shared_rest();
-        // What does not fit even there is cut off, and lost.
+        // A frame that does not fit there either is cut off by the kernel, and lost.
         let rest = &rest[..beyond.min(rest.len())];
         let got = take_queued(&self.fd, &mut self.received, front, [rest, &[]]);
         got == Some(VNET_HEADER + length) && (!Large::concerns(length) || self.large.begin(frame, beyond))
@@ -149,8 +150,8 @@ fn link_address(interface: u32) -> libc::sockaddr_ll {
     address
 }
 
-/// Receives the next frame of a socket's queue; what it has no room for goes to `rest`. Returns the bytes there; None
-/// if no frame waits.
+/// Receives the next frame of a socket's queue. The bytes for which `frame` has no room go to `rest`. Returns how many
+/// did; None if no frame waits.
 fn receive_queued(fd: &OwnedFd, frame: &mut Frame, rest: &[AtomicU8]) -> Option<usize> {
     let mut from = link_address(0);
     let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
@@ -219,7 +220,7 @@ impl Device for PacketDevice {
     fn taken_and_come(&self) -> (u64, u64) {
         let Some(ring) = &self.received else { return (0, u64::MAX) };
         let (taken, come) = ring.taken_and_come();
-        // A large one is taken when its last part is.
+        // A large frame counts as taken when its last part has been taken.
         (taken - u64::from(self.large.has_left()), come)
     }
 
@@ -276,7 +277,7 @@ impl Device for PacketDevice {
     }
 }
 
-/// Sends what is in the socket's ring to an interface.
+/// Sends the frames in the socket's ring by an interface.
 fn send_ring(fd: &OwnedFd, interface: u32) {
     let to = link_address(interface);
     // SAFETY: sendto(2) reads `to`, which lives for the call, and no bytes.
@@ -296,18 +297,18 @@ fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) ->
     sent == length as isize
 }
 
-/// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns its length
-/// there, and that of the header; what does not fit is cut off. None if no frame waits.
+/// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns the length
+/// received, header included; the kernel cuts off bytes that do not fit. Returns None if no frame waits.
 fn receive_parts(fd: &OwnedFd, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
     let (mut parts, _) = vnet::parts(front, payload);
     let mut message = message(std::ptr::null(), &mut parts);
     // SAFETY: recvmsg(2) writes into `parts`: `front` is borrowed mutably, and the bytes of `payload` are atomics,
-    // which others may write at any time.
+    // which other processes may write at any time.
     let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     usize::try_from(got).ok()
 }
 
-/// A message to `to`, if that is not null, or from anybody.
+/// The header of a message: to the address `to`, or, if `to` is null, for receiving without an address.
 fn message(to: *const libc::sockaddr_ll, parts: &mut [libc::iovec; 3]) -> libc::msghdr {
     libc::msghdr {
         msg_name: to.cast_mut().cast(),
@@ -320,9 +321,9 @@ fn message(to: *const libc::sockaddr_ll, parts: &mut [libc::iovec; 3]) -> libc::
     }
 }
 
-/// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames
-/// for it go through an injector: a TAP at which a BPF program makes each frame count as received by the interface
-/// whose index the frame carries.
+/// The kernel as reached from beside it. A packet socket receives the segments of mirrored connections that the kernel
+/// sends. Frames for the kernel go through an injector: a TAP at which a BPF program makes each frame count as received
+/// by the interface whose index the frame carries.
 #[derive(Debug)]
 pub struct BesideKernel {
     outgoing: PacketDevice,
@@ -351,7 +352,7 @@ impl Device for BesideKernel {
         source[..2].copy_from_slice(&INJECT);
         // A frame sent on the loopback device is received there.
         if interface == LOOPBACK {
-            // Who replays frames counts on it that the kernel then has them.
+            // A caller that replays frames relies on the kernel having them when this returns.
             return self.outgoing.transmit(frame) && self.outgoing.flush() == 0;
         }
         source[2..].copy_from_slice(&interface.to_ne_bytes());

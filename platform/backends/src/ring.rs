@@ -30,7 +30,7 @@ const HEADER: usize = 52;
 pub(crate) struct ReceiveRing {
     memory: Arc<Region>,
     at: usize,
-    /// Number of slots that it has given back.
+    /// Number of slots that the reader has given back to the kernel.
     taken: u64,
 }
 
@@ -41,8 +41,8 @@ pub(crate) enum Next {
     Nothing,
     /// A frame, which was copied.
     Frame,
-    /// The frame, of so many bytes, is in the socket's queue. Its beginning was copied, and it has the slot until
-    /// [`ReceiveRing::release`].
+    /// The frame, of this length in bytes, is in the socket's queue. Its beginning was copied, and the frame keeps its
+    /// slot until [`ReceiveRing::release`].
     Queued(usize),
     /// A frame that was cut off, for which the socket's queue had no room.
     Lost,
@@ -108,7 +108,7 @@ impl ReceiveRing {
         self.memory.word32(slot).store(0, Ordering::Release);
     }
 
-    /// Number of frames that were taken out of it, and of those that have come so far.
+    /// Number of frames taken out of the ring, and number of frames that have arrived in it so far.
     pub fn taken_and_come(&self) -> (u64, u64) {
         let is_filled = |further: &usize| {
             let slot = (self.at + further) % SLOTS * SLOT;
@@ -183,11 +183,11 @@ pub(crate) struct SendRing {
 impl SendRing {
     fn over(memory: Arc<Region>) -> SendRing {
         let at = memory.word32(SENDING + WRITER_AT).load(Ordering::Relaxed) as usize % SEND_SLOTS;
-        // The last writer may have ended between the frame in this slot and its move to the next one. Nobody has asked
-        // the kernel to send it.
+        // The last writer may have ended between the frame in this slot and its move to the next one. The kernel has
+        // not been asked to send that frame yet.
         let _ = memory.word32(Self::slot(at)).compare_exchange(TO_SEND, FREE, Ordering::AcqRel, Ordering::Relaxed);
         let mut ring = SendRing { memory, at, gathered: SEND_SLOTS - 1 };
-        // What the last writer gathered and did not send is lost.
+        // Frames that the last writer gathered and did not send are lost.
         ring.sent();
         ring
     }
@@ -227,8 +227,8 @@ impl SendRing {
         self.gathered >= MOST_GATHERED
     }
 
-    /// To be called after the kernel was asked to send: takes those that it left back, the latest ones. Returns their
-    /// number.
+    /// To be called after the kernel was asked to send. Takes back the frames that the kernel left in the ring, which
+    /// are the latest ones. Returns their number.
     pub fn sent(&mut self) -> u64 {
         let mut left = 0;
         while left < self.gathered {
@@ -253,7 +253,8 @@ mod tests {
         ReceiveRing::over(Arc::new(Region::private(BYTES).unwrap()))
     }
 
-    /// Does what the kernel does for a frame of `captured` bytes of `length`. Each comes at another time.
+    /// Fills a slot as the kernel does for a frame of `length` bytes, of which it captured `captured`. Each frame has
+    /// another time of arrival.
     fn fill(ring: &ReceiveRing, slot: usize, status: u32, length: u32, captured: u32, at: u16) {
         let came_at = 1 + slot as u32;
         let slot = slot % SLOTS * SLOT;
@@ -297,7 +298,7 @@ mod tests {
         }
     }
 
-    /// Between two readers more frames come than the ring has slots.
+    /// Between the end of one reader and the start of the next, more frames come than the ring has slots.
     #[test]
     fn a_ring_that_is_full_when_the_next_reader_comes_is_read_whole() {
         let mut ring = ring();
@@ -307,7 +308,7 @@ mod tests {
                 fill(&ring, ring.at, FILLED, 60, 60, 96);
                 assert_eq!(ring.receive(&mut frame), Next::Frame);
             }
-            // The kernel goes on where it was, and finds no further slot free.
+            // The kernel goes on at the slot where it was, and finds no more free slots.
             (first..first + SLOTS).for_each(|number| fill(&ring, number, FILLED, 60, 60, 96));
             ring = ReceiveRing::over(ring.memory);
             assert_eq!(ring.taken_and_come(), (0, SLOTS as u64));
@@ -336,7 +337,7 @@ mod tests {
         SendRing::over(Arc::new(Region::private(BYTES).unwrap()))
     }
 
-    /// Does what the kernel does when it is asked to send, for `count` frames from slot `from` on.
+    /// Marks `count` frames from slot `from` on as sent, as the kernel does when it is asked to send.
     fn send(ring: &SendRing, from: usize, count: usize) {
         (from..from + count).for_each(|at| ring.memory.word32(SendRing::slot(at)).store(FREE, Ordering::Release));
     }
@@ -362,7 +363,7 @@ mod tests {
         send(&ring, 0, 5);
         let ring = SendRing::over(ring.memory);
         assert_eq!((ring.at, ring.gathered), (5, 0));
-        // One that was not counted yet.
+        // A frame that was written to its slot and not counted yet.
         ring.memory.word32(SendRing::slot(5)).store(TO_SEND, Ordering::Relaxed);
         let ring = SendRing::over(ring.memory);
         assert_eq!((ring.at, ring.memory.word32(SendRing::slot(5)).load(Ordering::Relaxed)), (5, FREE));

@@ -36,7 +36,7 @@ pub(crate) const MAX_GSO: u32 = 65_400;
 pub struct VnetDevice {
     fd: OwnedFd,
     segmentation: bool,
-    /// The kernel takes runs of datagrams, as far as is known: Linux before 6.2 does not.
+    /// False once the kernel has refused a run of datagrams, as Linux before 6.2 does.
     takes_datagrams: bool,
     /// Whether frames are received from the descriptor.
     receives: bool,
@@ -49,7 +49,7 @@ impl VnetDevice {
         VnetDevice { fd, segmentation, takes_datagrams: true, receives: true, large: Box::new(Large::new()) }
     }
 
-    /// Makes it a device that receives nothing: another device receives from the same descriptor.
+    /// Makes this device send only, since another device receives from the same descriptor.
     pub fn send_only(self) -> Self {
         VnetDevice { receives: false, ..self }
     }
@@ -64,8 +64,8 @@ fn le16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Decodes the header into the offload state of a frame whose data is there. An unknown `gso_type` is ignored: the
-/// packet's length is checked by its parser.
+/// Decodes the header into the offload state of a frame whose bytes have been received. An unknown `gso_type` is
+/// ignored: the packet's parser checks its length anyway.
 pub(crate) fn decode(header: &[u8; VNET_HEADER], frame: &mut Frame) {
     frame.checksum = if header[FLAGS] & NEEDS_CSUM != 0 {
         Checksum::Partial { start: le16(header, CSUM_START), offset: le16(header, CSUM_OFFSET) }
@@ -175,7 +175,7 @@ impl Device for VnetDevice {
     }
 }
 
-/// What a system call reads or writes one after the other, and its length in bytes.
+/// The pieces of memory that a system call reads or writes one after the other, and their length in bytes.
 pub(crate) fn parts(front: &mut [u8], payload: Payload<'_>) -> ([libc::iovec; 3], usize) {
     let place = |part: &[AtomicU8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
     let first = libc::iovec { iov_base: front.as_mut_ptr().cast(), iov_len: front.len() };

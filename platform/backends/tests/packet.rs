@@ -171,7 +171,7 @@ fn the_payload_of_large_frames_goes_elsewhere_and_comes_from_elsewhere() {
 
         let mut came = Frame::with_capacity(MAX_FRAME);
         assert_eq!(other.receive_or_show(&mut came), Arrival::Frame);
-        // As often as it is looked at.
+        // Showing the frame again gives the same.
         for _ in 0..2 {
             assert_eq!(other.receive_or_show(&mut came), Arrival::Large);
             assert_eq!((came.length(), came.interface, &came.bytes()[..HEADERS]), (whole.length(), wire.ends[1], headers));
@@ -186,8 +186,8 @@ fn the_payload_of_large_frames_goes_elsewhere_and_comes_from_elsewhere() {
     }
 }
 
-/// A process that ended before it gave back the slot of a frame that it had received costs no frame but those that
-/// wait.
+/// A process received a frame and ended before it gave the slot back: only frames that wait in the ring are lost by
+/// that.
 #[test]
 fn a_slot_without_its_frame_is_passed_over() {
     let Some(wire) = Wire::new() else { return };
@@ -204,7 +204,7 @@ fn a_slot_without_its_frame_is_passed_over() {
     }
 }
 
-/// Whatever the device does, frames are lost at most, and later ones are sent.
+/// Whatever happens to the device, at worst frames are lost, and later frames are sent.
 #[test]
 fn a_device_with_a_smaller_mtu_and_one_that_is_gone_lose_frames_only() {
     let Some(wire) = Wire::new() else { return };
@@ -226,7 +226,7 @@ fn a_device_with_a_smaller_mtu_and_one_that_is_gone_lose_frames_only() {
     (0..20).for_each(|round| assert_eq!(send(round..round + 50, 100), 50));
 }
 
-/// The next process that maps the rings goes on where the last one was.
+/// The next process that maps the rings goes on where the previous process stopped.
 #[test]
 fn rings_pass_from_one_reader_to_the_next() {
     let Some(wire) = Wire::new() else { return };

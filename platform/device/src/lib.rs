@@ -18,22 +18,23 @@ pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 /// Interface of a frame that no wire accepts.
 pub const NOWHERE: u32 = u32::MAX;
 
-/// Bytes of a large frame that are there when it is shown: the headers of every ordinary segment.
+/// Bytes of a large frame that are copied when it is shown: enough for the headers of every ordinary segment.
 pub const BEGINNING: usize = 128;
 
-/// Payload that lies in memory that others may write at any time, in up to two pieces: those of a circular buffer.
+/// Payload in memory that other processes may write at any time. It has up to two pieces, since a circular buffer may
+/// wrap.
 pub type Payload<'a> = [&'a [AtomicU8]; 2];
 
 /// The state of a frame's TCP or UDP checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Checksum {
-    /// The field holds a full checksum that nobody has verified.
+    /// The field holds a full checksum that has not been verified.
     #[default]
     Unknown,
     /// A device has verified it.
     Verified,
-    /// The field holds the sum of the pseudo-header. Whoever puts the frame on a real wire completes it: sums from
-    /// `start` to the end and stores the result at `start + offset`.
+    /// The field holds the sum of the pseudo-header. The device that puts the frame on a real wire completes it: it
+    /// sums from `start` to the end and stores the result at `start + offset`.
     Partial {
         /// Offset in the frame at which the sum begins.
         start: u16,
@@ -68,7 +69,7 @@ pub struct Parts {
     length: u32,
     /// State of the TCP or UDP checksum.
     pub checksum: Checksum,
-    /// Present on a frame that stands for several segments.
+    /// Present if the frame stands for several segments.
     pub segmentation: Option<Segmentation>,
     /// Index of the interface that the frame came from or goes to, on a wire that covers several; else 0. [`NOWHERE`]:
     /// no wire accepts it.
@@ -202,7 +203,7 @@ pub struct Capabilities {
     pub segmentation: u32,
 }
 
-/// What a device had when it was asked for a frame.
+/// The answer of a device that was asked for a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Arrival {
     /// No frame waits.
@@ -211,8 +212,9 @@ pub enum Arrival {
     Frame,
     /// A large frame waits, and its beginning is shown.
     Large,
-    /// A frame that is longer than its headers can say waits (BIG TCP). They are shown, as those of a segment without
-    /// payload; so many bytes of payload follow them. A device has verified its checksum, or will complete it.
+    /// A frame waits that is longer than its headers can say (BIG TCP). `frame` shows its headers, changed to those of
+    /// a segment without payload; this many bytes of payload follow them. Its checksum has been verified by a device,
+    /// or will be completed by one.
     Huge(u32),
 }
 
@@ -221,8 +223,8 @@ pub trait Device {
     /// The offloads that it supports.
     fn capabilities(&self) -> Capabilities;
 
-    /// Whether it cuts frames that stand for several UDP datagrams, too. It may find out that it does not when it sends
-    /// one, which is lost then.
+    /// Whether the device also cuts frames that stand for several UDP datagrams. A device may notice only when it sends
+    /// such a frame that it cannot cut it; that frame is lost.
     fn cuts_datagrams(&self) -> bool {
         false
     }
@@ -231,30 +233,30 @@ pub trait Device {
     /// waits.
     fn receive(&mut self, frame: &mut Frame) -> bool;
 
-    /// Receives one frame as [`Device::receive`] does, or shows a large one. That goes on waiting, but `frame` has its
-    /// length, its offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value. Of a huge one
-    /// it has the headers only. [`Device::receive_apart`] or [`Device::receive`] takes it; the latter may give a huge
-    /// one away in several frames.
+    /// Receives one frame as [`Device::receive`] does, or shows a large frame: the large frame goes on waiting, and
+    /// `frame` gets its length, its offload state and its first [`BEGINNING`] bytes; the bytes behind them are
+    /// undefined. Of a huge frame, `frame` gets the headers only. [`Device::receive_apart`] or [`Device::receive`] then
+    /// takes the shown frame; the latter may return a huge one as several frames.
     #[inline]
     fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
         if self.receive(frame) { Arrival::Frame } else { Arrival::Nothing }
     }
 
-    /// Number of frames that have been taken from the device, and of those that have come to it so far: what comes
-    /// later is behind them. A device that cannot tell has them without end.
+    /// Number of frames taken from the device, and number of frames that have arrived at it so far: frames that arrive
+    /// later come after those. A device that cannot tell returns `u64::MAX` for the latter.
     fn taken_and_come(&self) -> (u64, u64) {
         (0, u64::MAX)
     }
 
-    /// Receives the payload of the frame that is being shown: what follows its first `headers` bytes, of which there
-    /// are at most [`BEGINNING`]. `payload` must have that length. False if the frame is lost; then the bytes there
-    /// have any value.
+    /// Receives the payload of the frame that is being shown: all bytes behind its first `headers` bytes (at most
+    /// [`BEGINNING`]). `payload` must have exactly that length. Returns false if the frame is lost; the content of
+    /// `payload` is then undefined.
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         let _ = (headers, payload);
         false
     }
 
-    /// Whether it can send a frame whose payload lies elsewhere.
+    /// Whether the device can send a frame whose payload lies in other memory than the frame.
     #[inline]
     fn transmits_apart(&self) -> bool {
         false
@@ -278,8 +280,8 @@ pub trait Device {
         0
     }
 
-    /// Whether frames would be sent without waiting. A device that is not ready still accepts frames, but should get
-    /// only those that cannot be avoided.
+    /// Whether the device would send frames without waiting. A device that is not ready still accepts frames, but
+    /// callers should give it only those that cannot be postponed.
     #[inline]
     fn is_ready(&mut self) -> bool {
         true

@@ -1,9 +1,9 @@
 //! The doorbells between a program and the NIC: a pair of datagram sockets, one end each.
 //!
 //! An eventfd would be one object for both processes, and either could make the other block, by its flags or by filling
-//! its count. Here each call says by itself that it must not block, and neither end takes descriptors, which whoever
-//! clears it would have to close. Datagram sockets do not report that the other end is closed; both sides learn that
-//! elsewhere.
+//! its count. With sockets each call says by itself that it must not block. Neither end accepts descriptors: the
+//! process that clears its bell would have to close them, which may block. Datagram sockets do not report that the
+//! other end is closed; both processes learn that by other means.
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// Rings that an end can queue with its small buffer, and a few more.
 const MOST: usize = 16;
 
-/// One end. Ringing it makes the other end readable, and the other way round.
+/// One end. Ringing one end makes the other end readable.
 #[derive(Debug)]
 pub struct SessionBell(OwnedFd);
 
@@ -47,7 +47,7 @@ impl SessionBell {
 
     /// Rings the other end, which stays readable until it is cleared.
     pub fn ring(&self) {
-        // It may fail because the other end rings already, or is closed.
+        // It may fail because the other end is readable already, or closed.
         let _ = rustix::net::send(&self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
@@ -104,7 +104,7 @@ mod tests {
         assert!(!rings(&there) && !rings(&here));
     }
 
-    /// Whoever clears an end, or closes it, need not close what was sent to it.
+    /// A process that clears or closes its end never has to close descriptors that were sent to it.
     #[test]
     fn no_end_takes_descriptors() {
         let (here, there) = SessionBell::pair().unwrap();

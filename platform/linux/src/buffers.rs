@@ -10,9 +10,9 @@ const SO_BUF_LOCK: i32 = 72;
 /// One of a socket's two buffers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
-    /// What is not acknowledged yet.
+    /// Holds bytes that the peer has not acknowledged yet.
     Send,
-    /// What is not read yet.
+    /// Holds bytes that the program has not read yet.
     Receive,
 }
 
@@ -35,7 +35,7 @@ impl Side {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Buffer {
     side: Side,
-    /// What getsockopt(2) returns, in bytes: the kernel counts its own bookkeeping against it.
+    /// The size that getsockopt(2) returns, in bytes. It includes the kernel's own bookkeeping.
     pub size: u32,
     /// The program has set it: the kernel does not change it any more.
     pub fixed: bool,
@@ -48,25 +48,25 @@ impl Buffer {
     /// The failed system call's.
     pub fn read(fd: BorrowedFd<'_>, side: Side) -> io::Result<Buffer> {
         let size = get(fd, libc::SOL_SOCKET, side.option())?.max(0) as u32;
-        // Linux before 5.14 does not say.
+        // Linux before 5.14 does not tell.
         let locks = get(fd, libc::SOL_SOCKET, SO_BUF_LOCK).unwrap_or(0);
         Ok(Buffer { side, size, fixed: locks & side.lock() != 0 })
     }
 
     /// Gives the socket's buffer another size, in bytes as getsockopt(2) returns it, whatever the host's limits are.
-    /// Whether the kernel may change it from then on stays as it was.
+    /// If the kernel was allowed to adapt the size, it still is.
     ///
     /// # Errors
     /// The failed system call's.
     pub fn resize(&self, fd: BorrowedFd<'_>, size: u32) -> io::Result<()> {
         let locks = get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
-        // The kernel doubles what is set.
+        // The kernel doubles the value that is set.
         set(fd, libc::SOL_SOCKET, self.side.force(), size.div_ceil(2).min(1 << 30) as i32)?;
         set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, locks)
     }
 
-    /// Makes a buffer that is too small take `bytes` more. `factor`: bytes of buffer that a byte may cost. Returns the
-    /// size that it had, if it has another one now.
+    /// Makes room for `bytes` more bytes, by enlarging the buffer if it is too small. `factor`: bytes of buffer that
+    /// one byte may cost. Returns the buffer as it was, if its size was changed.
     ///
     /// # Errors
     /// The failed system call's.
@@ -81,8 +81,8 @@ impl Buffer {
         Ok(Some(buffer))
     }
 
-    /// Gives the socket's buffer the size that this has. What is queued already stays: with more than the size, nothing
-    /// is accepted until it has become less.
+    /// Gives the socket's buffer the size noted here. Bytes that are queued already stay; if they are more than that
+    /// size, the buffer accepts nothing until they have become fewer.
     ///
     /// # Errors
     /// The failed system call's.
@@ -114,7 +114,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
 
-    /// A connection of which nobody reads the other end.
+    /// A connection whose other end is never read.
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
         let peer = TcpStream::connect(listener.local_addr().expect("its address")).expect("a connection");

@@ -1,5 +1,5 @@
-//! A socket of another control group: BPF programs at the group judge what is done with it, as with the sockets of the
-//! group's programs.
+//! A socket of another control group: BPF programs attached to the group judge the socket's system calls, as for the
+//! sockets of the group's programs.
 
 use crate::socket::check;
 use std::io;
@@ -16,9 +16,9 @@ const CLONE_PIDFD: u64 = 0x1000;
 const CLONE_INTO_CGROUP: u64 = 1 << 33;
 
 /// Makes a TCP socket that belongs to a control group, of which `group` is the directory. A socket belongs to the group
-/// of the process that makes it, so a process in that group does: it lives for a moment and runs nothing else. It has
-/// copies of the calling thread's descriptors, which it would have to close at its end: so the starter's thread calls
-/// this.
+/// of the process that makes it, so a process in that group is started to make it, does nothing else and ends. It gets
+/// copies of the calling thread's descriptors and closes them at its end, which may block. So this is called by the
+/// starter's thread, which has no descriptors of other users.
 ///
 /// # Errors
 /// The failed system call's; `ETIMEDOUT` if the group's processes do not run.
@@ -37,8 +37,8 @@ pub(crate) fn make(group: BorrowedFd<'_>, v6: bool) -> io::Result<OwnedFd> {
     // SAFETY: without CLONE_VM this is a fork; the arguments are as long as said, and the pidfd's place is live.
     let process = unsafe { libc::syscall(libc::SYS_clone3, arguments.as_mut_ptr(), size_of_val(&arguments)) };
     if process == 0 {
-        // SAFETY: this is the new process. It calls the kernel only, and takes no lock that a thread of the old one may
-        // have held.
+        // SAFETY: this is the new process. It makes system calls only, and takes no lock that a thread of the old
+        // process may have held.
         unsafe { give_socket(theirs.as_raw_fd(), v6) }
     }
     if process < 0 {
@@ -138,7 +138,7 @@ fn end(child: &OwnedFd) {
     // SAFETY: a pidfd, a signal, no more.
     let _ = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, child.as_raw_fd(), libc::SIGKILL, 0usize, 0) };
     if is_readable(child).unwrap_or(false) {
-        // SAFETY: the structure takes what is known of the child, which has ended.
+        // SAFETY: the structure receives information on the child, which has ended.
         let _ = unsafe {
             let mut status: libc::siginfo_t = zeroed();
             let options = libc::WEXITED | libc::WNOHANG | libc::__WALL;
@@ -176,7 +176,7 @@ mod tests {
             let domain = crate::socket::get(socket.as_fd(), libc::SOL_SOCKET, libc::SO_DOMAIN).expect("its family");
             assert_eq!(domain, if v6 { libc::AF_INET6 } else { libc::AF_INET });
         }
-        // Nobody is left in it.
+        // No process is left in the group.
         assert_eq!(fs::read_to_string(path.join("cgroup.procs")).expect("its processes"), "");
         fs::remove_dir(&path).expect("the group is empty");
     }

@@ -8,8 +8,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
-/// The root of the hierarchy, as this process's control group namespace has it: a mount of its own, else the one that
-/// it sees, since making one needs rights.
+/// The root of the hierarchy as this process's control group namespace shows it: in a mount that is made here, or,
+/// without the rights to mount, in one that exists already.
 ///
 /// # Errors
 /// The failed system call's.

@@ -1,7 +1,7 @@
 //! Connection tracking. An offloaded connection's segments bypass the host's tracker, whose window check would then
 //! drop the segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the
-//! system-wide setting is not changed. Nor do those segments renew the entry, which would run out: that is done here,
-//! in their place.
+//! system-wide setting is not changed. The tracker does not renew the entry for segments that it does not see, so the
+//! entry would expire: the functions here renew it.
 
 use crate::netlink::{ACK, Netlink, Request, attributes};
 use baton_wire::Flow;
@@ -36,7 +36,7 @@ pub fn entries(netlink: &Netlink) -> io::Result<u32> {
     }
 }
 
-/// What the tracker knows of a connection.
+/// The tracker's entry of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Entry {
     /// This host translates the connection's addresses (NAT): then the wire's addresses are not the socket's.
@@ -45,7 +45,7 @@ pub struct Entry {
     pub left: u32,
 }
 
-/// Makes the tracker's entry of a connection liberal in both directions, and lets it run out in `seconds`. Returns
+/// Makes the tracker's entry of a connection liberal in both directions, and lets it expire in `seconds`. Returns
 /// whether there was an entry.
 ///
 /// # Errors
@@ -89,7 +89,7 @@ pub fn find(netlink: &Netlink, flow: &Flow) -> io::Result<Option<Entry>> {
 /// The time-outs of TCP connections that are in force in this thread's network namespace, in seconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Timeouts {
-    /// By the state's number in TCP_INFO; 0 for those in which no connection is on a NIC.
+    /// The time-out of each state, by its number in TCP_INFO; 0 for states in which no connection is on a NIC.
     of_state: [u32; 12],
 }
 
@@ -112,7 +112,7 @@ impl Timeouts {
         Some(Timeouts { of_state })
     }
 
-    /// That of a state, by its number in TCP_INFO.
+    /// The time-out of a state, by its number in TCP_INFO.
     pub fn of(&self, state: u8) -> u32 {
         match self.of_state.get(usize::from(state)) {
             Some(0) | None => self.of_state[1],
@@ -120,7 +120,7 @@ impl Timeouts {
         }
     }
 
-    /// The shortest of those in force while a connection is on a NIC.
+    /// The shortest time-out of the states in which a connection can be on a NIC.
     pub fn shortest(&self) -> u32 {
         self.of_state.iter().copied().filter(|seconds| *seconds != 0).min().unwrap_or(1)
     }
@@ -134,8 +134,8 @@ impl Timeouts {
 /// Most entries that are renewed by one call: their refusals have to fit into a socket's buffer.
 pub const MOST_RENEWED: usize = 64;
 
-/// Lets the entries of connections run out in so many seconds from now, unless there are none. Passes the place of each
-/// that has no entry. At most [`MOST_RENEWED`] at once.
+/// Lets the entry of each connection expire in the given number of seconds from now. Calls `missing` with the index of
+/// each connection that has no entry. Takes at most [`MOST_RENEWED`] at once.
 ///
 /// # Errors
 /// The failed system call's.
@@ -151,8 +151,8 @@ pub fn renew(netlink: &Netlink, entries: &[(Flow, u32)], missing: impl FnMut(usi
     })
 }
 
-/// Notes the end of a connection, of which the tracker has seen nothing: its entry runs out in so many seconds, and a
-/// new connection of the same addresses and ports may begin before.
+/// Tells the tracker that a connection has ended, since it has not seen the last segments: the entry expires in
+/// `seconds`, and before that a new connection with the same addresses and ports may begin.
 ///
 /// # Errors
 /// The failed system call's. A missing entry is no error.
@@ -171,7 +171,7 @@ fn is_absence(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EOPNOTSUPP | libc::EINVAL))
 }
 
-/// A request about the entry of a connection, by one of its directions.
+/// A request about a connection's entry, which is named by one of its two directions.
 fn request_of(kind: u16, flags: u16, original: &Flow) -> Request {
     let v4 = original.is_v4();
     let family = if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8;

@@ -27,8 +27,8 @@ const MAX_MESSAGE: usize = 65536;
 /// Most descriptors of a message that these processes send.
 pub(crate) const MAX_DESCRIPTORS: usize = 32;
 
-/// Most descriptors of any message (Linux, SCM_MAX_FD). There is always room for so many: those for which there is none
-/// are closed by the kernel, in the thread that receives the message.
+/// Most descriptors of any message (Linux, SCM_MAX_FD). Receivers always provide room for as many: the kernel closes
+/// descriptors that do not fit, in the thread that receives the message, and such a close may block.
 pub const MOST_RECEIVED: usize = 253;
 
 /// Bytes of a message's ancillary data with so many.
@@ -60,7 +60,7 @@ fn unix_address(path: &Path) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new(path)?)
 }
 
-/// The bytes of a message that comes with so many descriptors.
+/// Encodes a message that is sent with this many descriptors.
 fn encode<T: Serialize>(message: &T, descriptors: usize) -> io::Result<Vec<u8>> {
     let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
     if bytes.len() > MAX_MESSAGE || descriptors > MAX_DESCRIPTORS {
@@ -72,8 +72,8 @@ fn encode<T: Serialize>(message: &T, descriptors: usize) -> io::Result<Vec<u8>> 
 /// Sends any bytes and descriptors on a Unix socket, without waiting.
 ///
 /// # Errors
-/// The failed system call's: `WouldBlock` if the other end does not read; `InvalidInput` for more descriptors than any
-/// message can have.
+/// The failed system call's: `WouldBlock` if the other end does not read; `InvalidInput` for more descriptors than a
+/// message can carry.
 pub fn try_send_bytes(fd: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_bytes(fd, bytes, descriptors, SendFlags::DONTWAIT)
 }
@@ -97,7 +97,7 @@ fn receive<T: DeserializeOwned, D: From<OwnedFd>>(fd: BorrowedFd<'_>, flags: Rec
     let got = retry_on_intr(|| {
         rustix::net::recvmsg(fd, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags).map(|got| got.bytes)
     })?;
-    // Every one is taken, so that none leaks whatever the message contains.
+    // All descriptors are taken, so that none leaks whatever the message contains.
     let descriptors = ancillary.drain().flat_map(|message| match message {
         RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
         _ => Vec::new(),
@@ -121,7 +121,7 @@ fn peer_process(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(u32::from_ne_bytes([raw[0], raw[1], raw[2], raw[3]]))
 }
 
-/// What waits first in a Unix socket's queue.
+/// The first message in a Unix socket's queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum First {
     Nothing,
@@ -139,7 +139,7 @@ fn first(fd: BorrowedFd<'_>) -> io::Result<First> {
     message.msg_control = room.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&room) as _;
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-    // SAFETY: the message points at no buffer, and at live room for control data that is as long as it says.
+    // SAFETY: the message has no buffer, and room for control data that lives and is as long as it says.
     check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })?;
     Ok(match (message.msg_flags & libc::MSG_CTRUNC, message.msg_controllen) {
         (0, 0) => First::Nothing,
@@ -148,8 +148,8 @@ fn first(fd: BorrowedFd<'_>) -> io::Result<First> {
     })
 }
 
-/// Drops what waits in the queue of a Unix socket that nobody can send to any more, up to the first message with
-/// descriptors. Returns whether nothing is left.
+/// Drops the messages in the queue of a Unix socket to which no process can send any more, up to the first message with
+/// descriptors. Returns whether the queue is empty then.
 fn drop_messages(fd: BorrowedFd<'_>) -> bool {
     if rustix::net::sockopt::set_socket_passcred(fd, true).is_err() {
         return false;
@@ -159,7 +159,7 @@ fn drop_messages(fd: BorrowedFd<'_>) -> bool {
             Ok(First::Nothing) => return true,
             Ok(First::Descriptors) => return false,
             Ok(First::Bytes) => _ = rustix::net::recv(fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT),
-            // It comes once, if the other end was closed with unread messages.
+            // This error comes once, if the other end was closed with unread messages.
             Err(_) => {}
         }
     }
@@ -181,8 +181,8 @@ impl Channel {
         Ok((Channel { fd: one }, Channel { fd: other }))
     }
 
-    /// Connects to a listener of root's or of this user's. In a user namespace also to one outside, where the path
-    /// shows that nobody inside can have put it there.
+    /// Connects to a listener that belongs to root or to this user. In a user namespace also to a listener outside of
+    /// it, if the path shows that no process inside can have put it there.
     ///
     /// # Errors
     /// The failed system call's; `PermissionDenied` for a listener of another user.
@@ -209,22 +209,22 @@ impl Channel {
             io::Error::new(io::ErrorKind::PermissionDenied, text)
         };
         let named = trust::named_from_outside(path, peer).ok().flatten().ok_or_else(refused)?;
-        // What was found by the path as it was given may have been exchanged since.
+        // The listener at the path may have been exchanged since the check.
         let channel = Channel::connect_to_anybody(&named, limit)?;
         if channel.peer_user()? == peer { Ok(channel) } else { Err(refused()) }
     }
 
-    /// Whether anybody listens at a path.
+    /// Whether a process listens at a path.
     pub fn is_listened_at(path: &Path) -> bool {
         match Channel::try_connect_to_anybody(path) {
-            // Somebody does, and is slow.
+            // The queue is full: a process listens, and is slow to accept.
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
             Ok(_) => true,
         }
     }
 
-    /// Connects to a listener, whoever that is: nothing may be sent to it that is not for everybody, and nothing that
-    /// it sends may be believed. Does not wait for one that does not accept.
+    /// Connects to a listener without checking which user's it is: the caller must send it nothing confidential, and
+    /// must not trust its answers. Does not wait for a listener that does not accept.
     ///
     /// # Errors
     /// The failed system call's: `WouldBlock` if the listener's queue is full.
@@ -252,7 +252,8 @@ impl Channel {
     /// Connects to a listener of [`Listener::bind_name`].
     ///
     /// # Errors
-    /// The failed system call's: `ConnectionRefused` if nobody listens, `WouldBlock` if the listener's queue is full.
+    /// The failed system call's: `ConnectionRefused` if no process listens, `WouldBlock` if the listener's queue is
+    /// full.
     pub fn connect_name(name: &str) -> io::Result<Channel> {
         let fd = unix_socket()?;
         rustix::io::ioctl_fionbio(&fd, true)?;
@@ -286,7 +287,7 @@ impl Channel {
     /// Receives a message and its descriptors, waiting for one.
     ///
     /// # Errors
-    /// `UnexpectedEof` when the other end is gone, `InvalidData` for what is not a message, else the system's.
+    /// `UnexpectedEof` when the other end is closed, `InvalidData` for bytes that are no message, else the system's.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
         receive(self.as_fd(), RecvFlags::empty())
     }
@@ -299,7 +300,7 @@ impl Channel {
         receive(self.as_fd(), RecvFlags::DONTWAIT)
     }
 
-    /// As [`Channel::receive`], but `TimedOut` if none has come after this time.
+    /// As [`Channel::receive`], but fails with `TimedOut` if no message comes within `limit`.
     ///
     /// # Errors
     /// See there.
@@ -307,8 +308,9 @@ impl Channel {
         self.until(limit, || self.try_receive())
     }
 
-    /// As [`Channel::receive_within`], from whom nothing but messages is expected: descriptors that come along do not
-    /// become this process's, which would have to close them, and that may take as long as the sender likes.
+    /// As [`Channel::receive_within`], for a sender that should send no descriptors: descriptors that come with a
+    /// message are not taken over. This process would have to close them, and the sender can make such a close take as
+    /// long as it likes.
     ///
     /// # Errors
     /// See there.
@@ -356,7 +358,7 @@ impl Channel {
         }
     }
 
-    /// Waits until the other end has sent something or ended (`IN`), or there is room to send (`OUT`).
+    /// Waits until the other end has sent something or closed (`IN`), or there is room to send (`OUT`).
     fn wait(&self, what: PollFlags, deadline: u64) -> io::Result<()> {
         let left = Duration::from_micros(deadline.saturating_sub(monotonic_micros()));
         let left = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
@@ -381,8 +383,8 @@ impl Channel {
         crate::socket::peer_user(self.fd.as_fd())
     }
 
-    /// A descriptor of the process at the other end, from the kernel: it stands for that process even after its number
-    /// has become another's.
+    /// A descriptor of the process at the other end (pidfd), from the kernel: it stands for that process even after
+    /// another process has got its number.
     ///
     /// # Errors
     /// The failed system call's: `ENOPROTOOPT` before Linux 6.5.
@@ -414,10 +416,10 @@ impl From<Channel> for OwnedFd {
     }
 }
 
-/// The end of a control connection at whose other end anybody may be.
+/// One end of a control connection whose other end may belong to any user.
 ///
-/// Any message may bring descriptors, and those that nobody has received are closed with the connection: it is a
-/// [`Foreign`], and so is all that it brings.
+/// Any message may bring descriptors, and descriptors that were not received are closed with the connection, which may
+/// block. So the connection is a [`Foreign`], and each descriptor that it brings is one, too.
 #[derive(Debug)]
 pub struct PeerChannel {
     fd: Foreign,
@@ -473,8 +475,8 @@ impl PeerChannel {
         peer_process(self.as_fd())
     }
 
-    /// Ends the connection, also for others who have this end: the process at the other end sees that at once, however
-    /// long closing it takes. What was sent before can still be received there.
+    /// Ends the connection, also for other processes that have a descriptor of this end. The process at the other end
+    /// sees that at once, however long closing takes, and can still receive messages that were sent before.
     pub fn end(self) {
         self.shut();
     }
@@ -483,10 +485,11 @@ impl PeerChannel {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
-    /// As [`PeerChannel::end`], of somebody who is not served, or not any more: what was sent and not received is
-    /// dropped. If that are no descriptors, closing waits for nobody, and is done at once: any number of such
-    /// connections takes no descriptor of this process's, also while another one of the same user's does not close.
-    /// Whoever has sent some has them on their way until then, of which Linux allows a user as many as open files.
+    /// As [`PeerChannel::end`], for a client that is not served, or not any more. Messages that it sent and that were
+    /// not received are dropped. If they bring no descriptors, closing cannot block and happens at once: so any number
+    /// of such connections takes no descriptor of this process, even while another connection of the same user does not
+    /// close. A connection with unreceived descriptors waits to be closed. Until then they count as descriptors in
+    /// flight, of which Linux allows a user as many as open files.
     pub fn turn_away(self) {
         self.shut();
         if drop_messages(self.as_fd()) {
@@ -510,9 +513,9 @@ impl AsFd for PeerChannel {
 /// A listener for control connections. Dropping it removes its path, and connecting to it fails from then on.
 #[derive(Debug)]
 pub struct Listener {
-    /// Clients that nobody has accepted may have sent descriptors, which are closed with it.
+    /// Clients that were not accepted may have sent descriptors, which are closed with the listener.
     fd: Foreign,
-    /// None if it has a name instead.
+    /// None for a listener at an abstract name.
     path: Option<std::path::PathBuf>,
     /// Closed for a moment when this process has no other descriptor left, to turn a client away.
     spare: Mutex<Option<OwnedFd>>,
@@ -527,7 +530,8 @@ impl Listener {
     /// Listens at a path that must not exist, or be a socket without a listener.
     ///
     /// # Errors
-    /// `AddrInUse` if another process listens there, `AlreadyExists` if what is there is no socket, else the system's.
+    /// `AddrInUse` if another process listens there, `AlreadyExists` if the path is something other than a socket, else
+    /// the system's.
     pub fn bind(path: &Path) -> io::Result<Listener> {
         if let Ok(there) = std::fs::metadata(path) {
             if !there.file_type().is_socket() {
@@ -540,15 +544,15 @@ impl Listener {
         }
         let fd = unix_socket()?;
         rustix::net::bind(&fd, &unix_address(path)?)?;
-        // Any process that can reach the path may connect: a program that gives up its user keeps its connections. What
-        // each may do is decided by what it sends.
+        // Any process that can reach the path may connect: a program that changes its user keeps its connections. What
+        // a client may do depends on what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 64)?;
         Ok(Listener { fd: Foreign::own_end(fd), path: Some(path.to_owned()), spare: Mutex::new(spare()) })
     }
 
-    /// Listens at a name of the network namespace (an abstract address), which no file stands for: it is free again as
-    /// soon as the process has ended, however it ends.
+    /// Listens at an abstract name of the network namespace, without a file. So the name is free again as soon as the
+    /// process has ended, however it ends.
     ///
     /// # Errors
     /// `AddrInUse` if another process listens there, else the system's.
@@ -559,7 +563,7 @@ impl Listener {
         Ok(Listener { fd: Foreign::own_end(fd), path: None, spare: Mutex::new(spare()) })
     }
 
-    /// Refuses descriptors from all who connect from now on, where this kernel can.
+    /// Refuses descriptors from all clients that connect from now on, if this kernel can.
     #[must_use]
     pub fn without_descriptors(self) -> Listener {
         crate::socket::refuse_descriptors(self.fd.as_fd());
@@ -573,7 +577,8 @@ impl Listener {
     /// The failed system call's.
     pub fn accept(&self) -> io::Result<PeerChannel> {
         let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        // The last one that was turned away may not have been closed when this was tried then.
+        // When this was tried after the last client was turned away, that client's connection may not have been closed
+        // yet.
         if kept.is_none() {
             *kept = spare();
         }
@@ -613,18 +618,18 @@ impl Listening {
         Ok(Listening(fd.into_unix()?))
     }
 
-    /// Turns away all who connect to it and have connected, though the process that has it may be a while about its
-    /// end.
+    /// Turns away all clients that have connected or still connect, even if the process that has the listener takes a
+    /// while to end.
     pub fn end(self) {
         turn_away(self.0.as_fd());
     }
 }
 
-/// Ends a listener for all who connect to it, and for those who have and are not accepted: they would wait until the
-/// last descriptor of it is closed.
+/// Ends a listener for clients that connect later, and for clients that have connected and were not accepted: these
+/// would wait until its last descriptor is closed.
 fn turn_away(listener: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(listener, Shutdown::Both);
-    // Nobody can connect any more, so this comes to an end.
+    // No client can connect any more, so this loop ends.
     while let Ok(client) = retry_on_intr(|| rustix::net::accept_with(listener, SocketFlags::CLOEXEC)) {
         PeerChannel { fd: Foreign::own_end(client) }.end();
     }
@@ -646,7 +651,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
 
-    /// Those for which there is no room would be closed by the kernel, in the thread that receives the message.
+    /// Descriptors for which there is no room would be closed by the kernel, in the thread that receives the message.
     #[test]
     fn every_descriptor_of_a_message_is_received() {
         let (ours, theirs) = Channel::pair().expect("two sockets");
@@ -658,7 +663,7 @@ mod tests {
         assert_eq!((number, received.len()), (7, MOST_RECEIVED));
     }
 
-    /// As if its process could not end: somebody has the listener open still.
+    /// Another descriptor of the listener stays open, as if its process could not end.
     #[test]
     fn who_was_not_accepted_sees_the_end_of_a_listener() {
         let name = |way: &str| format!("baton-control-{way}-{}", std::process::id());
@@ -681,7 +686,7 @@ mod tests {
         }
     }
 
-    /// A client that nobody has accepted has sent a socket that lingers for a thousand seconds.
+    /// A client that was not accepted has sent a socket that lingers for a thousand seconds.
     #[test]
     fn a_listener_ends_whatever_its_clients_have_sent() {
         let tcp = TcpListener::bind("127.0.0.1:0").expect("a listener");

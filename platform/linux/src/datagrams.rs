@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 const MOST: usize = 64;
 /// Bytes that one system call moves at most: an IP packet's length field, less headers of IPv6 and UDP.
 const MOST_BYTES: usize = 65_535 - 48;
-/// Looks at the socket that brought something last, for each at the other one.
+/// How often the socket that brought the latest datagrams is polled for each poll of the other socket.
 const LOOKS: u32 = 8;
 /// How long a full send buffer is waited for, in milliseconds. A datagram that does not go then is dropped, as by any
 /// full queue.
@@ -39,10 +39,10 @@ pub struct Datagrams {
     partner: Option<Partner>,
     /// The partner has brought something last.
     from_partner: bool,
-    /// Looks until the other socket's turn.
+    /// Polls that remain until the other socket is polled.
     looks: u32,
     address: SocketAddr,
-    /// The run, and behind it room for another one.
+    /// The run of datagrams to be sent, and behind it room for a further run.
     out: Vec<u8>,
     longest: usize,
     /// Bytes of the run, of each of its datagrams but the last, and their number.
@@ -74,7 +74,7 @@ impl Datagrams {
         let wanted = i32::try_from(buffer).unwrap_or(i32::MAX);
         set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, wanted)?;
         set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, wanted)?;
-        // Without it datagrams arrive one by one, which is slower and nothing else.
+        // Without this option datagrams arrive one by one, which is only slower.
         let _ = set(socket.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1);
         let address = socket.local_addr()?;
         Ok(Datagrams {
@@ -96,14 +96,14 @@ impl Datagrams {
         })
     }
 
-    /// Lets datagrams of and to one peer at a time go by a socket of their own, which is faster.
+    /// Adds a socket that is connected to one peer at a time and carries the datagrams from and to it, which is faster.
     ///
     /// # Errors
     /// The failed system call's.
     pub fn add_partner(&mut self) -> io::Result<()> {
         let partner = Partner::new(self.address)?;
         for option in [libc::SO_RCVBUF, libc::SO_SNDBUF] {
-            // The kernel doubles what it is given.
+            // The kernel doubles the value that it is given.
             let bytes = get(self.socket.as_fd(), libc::SOL_SOCKET, option)? / 2;
             set(partner.as_fd(), libc::SOL_SOCKET, option, bytes)?;
         }
@@ -113,7 +113,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// The second socket, to be watched beside the first one.
+    /// The second socket, which the caller has to watch as well as the first.
     pub fn partner(&self) -> Option<BorrowedFd<'_>> {
         self.partner.as_ref().map(Partner::as_fd)
     }
@@ -138,8 +138,8 @@ impl Datagrams {
         self.dropped
     }
 
-    /// Receives what one system call brings, and hands each datagram to `each`. Returns how many there were; 0 if none
-    /// waits. With a second socket it looks at the one that has brought nothing for a while only now and then.
+    /// Receives datagrams with one system call, and passes each to `each`. Returns how many there were; 0 if none
+    /// waits. With a second socket, the one that has brought nothing for a while is polled only now and then.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         let partner = self.partner.as_ref().filter(|partner| partner.is_bound()).map(Partner::as_fd);
         let sockets = [self.socket.as_fd(), partner.unwrap_or(self.socket.as_fd())];
@@ -160,7 +160,7 @@ impl Datagrams {
             each(Received { from, bytes });
             count += 1;
         }
-        // An empty datagram is one too: there may be more behind it.
+        // An empty datagram counts as one: more may follow it.
         count.max(1)
     }
 
@@ -172,7 +172,7 @@ impl Datagrams {
     }
 
     /// Adds the `length` bytes that were written to [`Datagrams::room`]: datagrams of `segment` bytes each, of which
-    /// the last may be shorter. They leave with the run that they belong to, at the latest with [`Datagrams::flush`].
+    /// the last may be shorter. They are sent with the run to which they belong, at the latest by [`Datagrams::flush`].
     pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
         let count = length.div_ceil(segment.max(1));
         let fits = self.count + count <= MOST && self.length + length <= MOST_BYTES;
@@ -294,8 +294,8 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>, segment: 
         .map(|_| ())
 }
 
-/// sendmsg(2) or recvmsg(2). Those of the C library are cancellation points of pthreads, which costs each call of a
-/// process with several threads two atomic operations; nobody cancels a thread here.
+/// sendmsg(2) or recvmsg(2). The C library's functions are cancellation points of pthreads, which costs a process with
+/// several threads two atomic operations per call; no thread is cancelled here.
 ///
 /// # Safety
 /// As those calls: every pointer of the message is to a live buffer of the length that it gives.
@@ -397,7 +397,7 @@ mod tests {
             from.push(to, 8, 8);
             from.flush();
         };
-        // Whatever is sent, and by which socket: all of it arrives, from the address that the sender has.
+        // All datagrams arrive, by whichever socket they are sent, and come from the sender's address.
         let receive = |at: &mut Datagrams, from: SocketAddr, value: u8| {
             at.look_at_all();
             let mut got = Vec::new();
@@ -410,7 +410,7 @@ mod tests {
             receive(&mut b, at_a, value);
             send(&mut b, at_a, value);
             receive(&mut a, at_b, value);
-            // In between another one writes, which a answers in every other round.
+            // In between another socket sends, and a answers it in every other round.
             send(&mut c, at_a, value);
             receive(&mut a, at_c, value);
             if value % 2 == 0 {
@@ -431,7 +431,7 @@ mod tests {
             }
             assert!(a.partner.as_mut().unwrap().sends_to(to, &a.socket));
         }
-        // Nobody else can bind the address meanwhile.
+        // No other socket can bind the address meanwhile.
         let other = Datagrams::bind(at_a, 1 << 16, 100);
         assert_eq!(other.unwrap_err().kind(), io::ErrorKind::AddrInUse);
     }

@@ -1,5 +1,5 @@
-//! The frames of all network devices, as a packet socket shows them: what the devices received before anything judged
-//! it, and what was given to them to be sent (packet(7)).
+//! The frames of all network devices, as a packet socket shows them (packet(7)): received frames before any filter has
+//! judged them, and frames that were given to the devices to be sent.
 
 use crate::interface::receive_at;
 use crate::socket::{self, check_size};
@@ -76,7 +76,7 @@ impl DeviceFrames {
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => return Ok(None),
             Err(error) => return Err(error),
         };
-        // The only control message: its header has 16 bytes, then come seconds and nanoseconds.
+        // There is only one control message: a header of 16 bytes, then seconds and nanoseconds.
         let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|byte| control.0[at + byte]));
         let at = word(16).wrapping_mul(1_000_000_000).wrapping_add(word(24));
         let out = from.sll_pkttype == libc::PACKET_OUTGOING;
@@ -86,7 +86,7 @@ impl DeviceFrames {
     /// Number of frames that there was no room for.
     pub fn dropped(&mut self) -> u64 {
         const PACKET_STATISTICS: i32 = 6;
-        // struct tpacket_stats: frames, and those that were dropped, since it was last asked for.
+        // struct tpacket_stats: the numbers of frames and of dropped frames since the last query.
         let mut statistics = [0u32; 2];
         let mut length = size_of_val(&statistics) as libc::socklen_t;
         // SAFETY: the pointers describe `statistics` and its length, which live for the call.

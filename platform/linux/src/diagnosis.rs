@@ -28,10 +28,11 @@ thread_local! {
     static OWN: std::cell::OnceCell<Netlink> = const { std::cell::OnceCell::new() };
 }
 
-/// Runs something with a netlink socket of family [`crate::netlink::SOCK_DIAG`] that this thread keeps.
+/// Calls `run` with a netlink socket of family [`crate::netlink::SOCK_DIAG`], which this thread keeps for the next
+/// call.
 ///
 /// # Errors
-/// The failed system call's, and those of what is run.
+/// The failed system call's, and those of `run`.
 pub fn with_own<T>(run: impl FnOnce(&Netlink) -> io::Result<T>) -> io::Result<T> {
     OWN.with(|own| match own.get() {
         Some(netlink) => run(netlink),
@@ -82,7 +83,7 @@ pub fn state_and_holder(netlink: &Netlink, flow: &Flow) -> io::Result<(u8, bool)
     found.filter(|(state, _)| *state != LISTEN).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Who uses a local address.
+/// Whether sockets use a local address, and how.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Use {
     /// No socket is bound to it.
@@ -93,7 +94,7 @@ pub enum Use {
     Programs,
 }
 
-/// Who uses a local address, among the sockets of TCP and UDP that are bound to it. `netlink` is of family
+/// Finds out whether TCP and UDP sockets that are bound to a local address use it. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
@@ -114,7 +115,7 @@ pub fn users_of(netlink: &Netlink, address: IpAddr) -> io::Result<Use> {
     Ok(found)
 }
 
-/// What a socket's description says about its use of an address.
+/// How the socket with this description uses an address.
 fn use_of(body: &[u8], wanted: &[u8; 16]) -> Use {
     /// The local address in `struct inet_diag_msg`, and the inode, 0 once the last descriptor is closed.
     const SOURCE: usize = 8;
@@ -176,14 +177,14 @@ fn ends_of(body: &[u8]) -> Option<(u64, (SocketAddr, SocketAddr))> {
     Some((word(COOKIE)? | word(COOKIE + 4)? << 32, (end(0)?, end(1)?)))
 }
 
-/// What socket diagnosis says about a connection's socket.
+/// A connection's socket as socket diagnosis describes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Described {
     /// Its [`Routing`], without SO_DONTROUTE and flow label, which are not reported.
     pub routing: Routing,
     /// How many segments it has dropped.
     pub drops: u32,
-    /// Whether a process has it.
+    /// Whether a process has a descriptor of the socket.
     pub held: bool,
     /// Linux's number of the connection's state.
     pub state: u8,
@@ -242,7 +243,7 @@ pub fn is_listening(netlink: &Netlink, local: SocketAddr, cookie: u64) -> io::Re
     }
 }
 
-/// A cookie as requests have it: two words, the low one first.
+/// A cookie in the form of requests: two words, the low one first.
 fn cookie_bytes(cookie: Option<u64>) -> [u8; 8] {
     let Some(cookie) = cookie else { return ANY_COOKIE };
     let mut bytes = [0; 8];
@@ -251,8 +252,8 @@ fn cookie_bytes(cookie: Option<u64>) -> [u8; 8] {
     bytes
 }
 
-/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`; only that of the socket
-/// with this cookie, if there is one. `netlink` is of family
+/// Destroys a connection in the kernel, whichever process has its socket, as ss(8) does with `--kill`. With a cookie,
+/// only the connection of the socket that has this cookie. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What a process still does when a signal asks it to end.
+//! Runs some last work when a signal asks the process to end.
 
 use crate::process::{ENDING, Undisturbed};
 use crate::socket::check;
@@ -12,8 +12,8 @@ static TOLD: AtomicI32 = AtomicI32::new(-1);
 /// Writes a signal's number into the pipe.
 extern "C" fn note(signal: libc::c_int) {
     let number = signal as u8;
-    // SAFETY: write(2) is async-signal-safe, and `number` is one byte that lives until it returns. The location of
-    // errno is this thread's; what the signal has interrupted finds it as it was.
+    // SAFETY: write(2) is async-signal-safe, and `number` is one byte that lives until it returns. errno is this
+    // thread's, and is restored for the code that the signal has interrupted.
     unsafe {
         let errno = *libc::__errno_location();
         libc::write(TOLD.load(Ordering::Relaxed), (&raw const number).cast(), 1);
@@ -21,9 +21,10 @@ extern "C" fn note(signal: libc::c_int) {
     }
 }
 
-/// Has a thread do `work` when one of [`ENDING`] arrives, and ends the process by that signal then. One that this
-/// process was started to ignore (`nohup`) stays ignored. Where all other threads block a signal it waits, as without
-/// this. Nothing is blocked, so programs that this process starts get the signals as usual. To be called once.
+/// Starts a thread that does `work` when a signal of [`ENDING`] arrives, and then ends the process by that signal. A
+/// signal that this process was started to ignore (`nohup`) stays ignored. A signal that all other threads block stays
+/// pending, as without this. No signal gets blocked here, so programs that this process starts get the signals as
+/// usual. To be called once.
 ///
 /// # Errors
 /// If there is no room for a pipe or a thread.
@@ -32,7 +33,7 @@ pub fn before_end(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     // It stays open for as long as the process lives: a handler may use it at any time.
     TOLD.store(OwnedFd::from(told).into_raw_fd(), Ordering::Relaxed);
     {
-        // The thread has this mask: another one is to be interrupted.
+        // The new thread inherits this mask, so the signal interrupts another thread.
         let _undisturbed = Undisturbed::begin();
         std::thread::Builder::new().name("ending".into()).spawn(move || {
             let mut signal = [0];
@@ -47,8 +48,8 @@ pub fn before_end(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
 
 /// Has [`note`] handle a signal, unless it is ignored.
 fn handle(signal: libc::c_int) -> io::Result<()> {
-    // SAFETY: an action is plain data, which the first call fills in and the second one reads. `note` does only what is
-    // async-signal-safe, and is a function of the type that an action without SA_SIGINFO has.
+    // SAFETY: an action is plain data, which the first call fills in and the second one reads. `note` makes
+    // async-signal-safe calls only, and has the type of a handler without SA_SIGINFO.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         check(libc::sigaction(signal, std::ptr::null(), &mut action))?;

@@ -21,7 +21,7 @@ impl Doorbell {
         Ok(Doorbell(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
-    /// One that another process made.
+    /// A doorbell that another process made.
     pub fn from_fd(fd: OwnedFd) -> Doorbell {
         Doorbell(fd)
     }
@@ -67,7 +67,7 @@ pub enum Trigger {
     Readable,
     /// Each time it becomes readable or writable.
     Edge,
-    /// As long as the other end is closed.
+    /// Ready as long as the other end is closed.
     HangUp,
 }
 
@@ -122,9 +122,9 @@ impl Poller {
         Ok(())
     }
 
-    /// As [`Poller::wait`], and ends, too, when one of `others` is readable, which the instance does not watch: whoever
-    /// makes a watched descriptor readable or writable runs the instance's callback, even if nobody waits, and on a
-    /// socket of frames for each frame.
+    /// As [`Poller::wait`], but also ends when one of `others` is readable. The epoll instance does not watch `others`:
+    /// a watched descriptor costs a callback each time that it becomes readable or writable, even if no thread waits;
+    /// for a socket of frames, that is a callback for each frame.
     ///
     /// # Errors
     /// The failed system call's.
@@ -149,7 +149,7 @@ fn timespec(limit: Duration) -> Timespec {
     Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() }
 }
 
-/// Sleeps while a word in shared memory has the value `expected`, at most `limit`. It may return early.
+/// Sleeps while a word in shared memory has the value `expected`, for at most `limit`. It may return early.
 pub fn wait_while(word: &AtomicU32, expected: u32, limit: Duration) {
     let _ = futex::wait(word, futex::Flags::empty(), expected, Some(&timespec(limit)));
 }
@@ -173,8 +173,8 @@ fn nanos(clock: libc::clockid_t) -> u64 {
     spec.tv_sec as u64 * 1_000_000_000 + spec.tv_nsec as u64
 }
 
-/// Nanoseconds of CPU time that all threads of a process have used, those that have ended included. None if it has
-/// ended. It never waits for the process, and needs no rights over it.
+/// Nanoseconds of CPU time that all threads of a process have used, ended threads included. None if the process has
+/// ended. The call never waits for the process, and needs no rights over it.
 pub fn nanos_of(process: u32) -> Option<u64> {
     // As clock_getcpuclockid(3) makes it: the complement of the process number, then the clock of the scheduler.
     const CPUCLOCK_SCHED: i32 = 2;
@@ -220,7 +220,7 @@ mod tests {
             (tokens, began.elapsed() >= limit)
         };
         const LONG: Duration = Duration::from_secs(60);
-        // Waits: this is a test of time-outs; nothing comes, however long it takes.
+        // Waits for the time-out that is tested: no event comes, however long it takes.
         assert_eq!(wait(Duration::from_millis(2)), (vec![], true));
         for (bell, tokens) in bells.iter().zip([vec![7], vec![], vec![]]) {
             bell.ring();

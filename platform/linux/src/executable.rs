@@ -1,8 +1,8 @@
 //! How an executable file becomes a program: which dynamic linker the kernel starts for it, if any, and whether that
 //! has to load a sanitizer's library before all others.
 //!
-//! Nothing here takes memory or a lock, since a child of vfork(2) asks, too; nor does it make a system call that a
-//! dynamic linker does not make: a filter that lets the program start lets this through.
+//! Nothing here allocates memory or takes a lock, since a child of vfork(2) calls it, too. It makes only system calls
+//! that a dynamic linker makes as well: so a seccomp filter that lets the program start lets these calls through.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -33,7 +33,7 @@ impl<const N: usize> Text<N> {
         CStr::from_bytes_until_nul(&self.bytes).unwrap_or_default()
     }
 
-    /// Appends as much of `more` as there is room for, and tells whether that was all.
+    /// Appends as much of `more` as there is room for, and returns whether all of it fitted.
     pub fn push(&mut self, more: &[u8]) -> bool {
         let room = more.len().min(N - 1 - self.length);
         self.bytes[self.length..self.length + room].copy_from_slice(&more[..room]);
@@ -255,13 +255,13 @@ impl Elf<'_> {
         false
     }
 
-    /// The offset in the file of what is loaded at an address.
+    /// The offset in the file of the bytes that are loaded at an address.
     fn offset(&self, address: u64) -> Option<u64> {
         let contains = |segment: &Segment| segment.kind == SEGMENT_LOAD && address.wrapping_sub(segment.address) < segment.length;
         self.segments().find(contains).map(|segment| segment.offset.saturating_add(address - segment.address))
     }
 
-    /// The sanitizer's library among those that the program needs.
+    /// The sanitizer's library, if it is among the libraries that the program needs.
     fn sanitizer(&self) -> Option<Name> {
         let strings = self.offset(self.value(DYNAMIC_STRINGS)?)?;
         let needed = self.dynamic().filter(|(tag, _)| *tag == DYNAMIC_NEEDED);
@@ -270,8 +270,8 @@ impl Elf<'_> {
     }
 }
 
-/// How the names of the libraries begin which stand in front of the C library's functions and demand to be the first,
-/// or expect it.
+/// How the names of sanitizers' libraries begin: these intercept the C library's functions, and demand or expect to be
+/// loaded first.
 const SANITIZERS: &[&[u8]] = &[
     b"libasan.so",
     b"libhwasan.so",
@@ -370,7 +370,7 @@ mod tests {
         assert_eq!(found(c"./sh", "/bin"), Some(b"./sh".to_vec()));
     }
 
-    /// Whatever a file contains, reading it ends, and in nothing worse than that it is not known.
+    /// Whatever a file contains, reading it ends; at worst the result is that the kind is not known.
     #[test]
     fn damaged_files_are_unknown_at_worst() {
         let program = std::fs::read("/proc/self/exe").unwrap();

@@ -64,7 +64,7 @@ pub fn try_lock(fd: BorrowedFd<'_>) -> io::Result<bool> {
 }
 
 /// Lifts this process's limit on the size of files (`ulimit -f`) as far as allowed: shared memory counts as a file.
-/// What exceeds the limit nevertheless fails, and does not end the process (SIGXFSZ). For processes of Baton's own.
+/// A write beyond a limit that remains fails, and does not end the process (SIGXFSZ). For processes of Baton's own.
 pub fn lift_size_limit() {
     if setrlimit(Resource::Fsize, Rlimit { current: None, maximum: None }).is_err() {
         let Rlimit { maximum, .. } = getrlimit(Resource::Fsize);
@@ -78,14 +78,15 @@ pub fn lift_size_limit() {
 /// process (SIGXFSZ), which may be a program that has written nothing itself.
 pub(crate) fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's filter) none is
-    // known.
+    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's seccomp filter) no
+    // limit is known.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
     let is_within = |size: i64| (size as u64).saturating_add(bytes as u64) <= limit.rlim_cur;
     fstat(fd).is_ok_and(|stat| !FileType::from_raw_mode(stat.st_mode).is_file() || is_within(stat.st_size))
 }
 
-/// Most bytes by which an old text may be longer and is overwritten with spaces; one that is longer still is cut first.
+/// If the old text is longer than the new one by up to this many bytes, the rest is overwritten with spaces; a longer
+/// one is cut first.
 const PADDING: u64 = 64 << 10;
 
 /// Puts this text in place of what a file contains. A reader between two of its system calls, or after this process was
@@ -93,7 +94,7 @@ const PADDING: u64 = 64 << 10;
 /// one of the calls may find bytes of both: the kernel does not lock reads against writes.
 ///
 /// # Errors
-/// The failed system call's; `InvalidInput` for what is not on a disk or in memory.
+/// The failed system call's; `InvalidInput` for anything but a file on a disk or in memory.
 pub fn replace(fd: BorrowedFd<'_>, text: &[u8]) -> io::Result<()> {
     if !is_plain(fd)? {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file on a disk or in memory"));
@@ -115,8 +116,8 @@ enum Step {
     Cut(u64),
 }
 
-/// What puts a text in place of one of `before` bytes. Both are as long while one replaces the other: a write changes
-/// the bytes before it changes the length.
+/// The steps that put a text in place of one of `before` bytes. The new text is padded to the old one's length where
+/// needed, since a write changes the bytes before it changes the file's length.
 fn steps(before: u64, text: &[u8]) -> Vec<Step> {
     let length = text.len() as u64;
     let (kept, mut steps) = if before > length + PADDING { (length, vec![Step::Cut(length)]) } else { (before, Vec::new()) };
@@ -146,8 +147,8 @@ mod tests {
     use super::*;
     use std::os::fd::AsFd;
 
-    /// Between two calls a reader finds the old text or the new one, whatever their lengths are, but of a very long old
-    /// one its beginning.
+    /// Between two system calls a reader finds the old text or the new one, whatever their lengths; of a very long old
+    /// text it may find only the beginning.
     #[test]
     fn a_reader_finds_no_rest_of_a_longer_text() {
         let long = "x".repeat(PADDING as usize + 100);

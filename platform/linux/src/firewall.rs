@@ -1,10 +1,10 @@
 //! The firewall's rules (nftables, and iptables on top of it). They are searched for rules that a packet of an
 //! established connection may reach and whose verdict changes from packet to packet, or comes from another program.
-//! Such changes are not notified, so the connection stays in the kernel.
+//! The kernel does not notify Baton of such changes, so the connection stays in the kernel.
 //!
-//! The rules are walked as the kernel would, once for a packet that goes out and once for one that comes in, with what
-//! is known of such packets: addresses, ports, protocol, and that the connection is established. Any other condition
-//! may match or not.
+//! The rules are walked as the kernel would walk them, once for an outgoing and once for an incoming packet. Known of
+//! these packets are addresses, ports, protocol, and that the connection is established. Any other condition may match
+//! or not.
 
 mod parse;
 
@@ -13,7 +13,7 @@ use baton_wire::Flow;
 use std::collections::HashMap;
 use std::io;
 
-/// Most rules that are walked for one packet. Where there are more on its way the connection stays in the kernel.
+/// Most rules that are walked for one packet. If a packet may meet more, the connection stays in the kernel.
 const MOST_RULES: u32 = 20_000;
 /// Greatest nesting of chains, as in the kernel.
 const MOST_DEPTH: u32 = 16;
@@ -90,7 +90,7 @@ enum Verdict {
 
 #[derive(Clone, Debug, Default)]
 struct Chain {
-    /// Hook and type of a base chain; None for a chain that others jump to.
+    /// Hook and type of a base chain; None for a chain that only jumps reach.
     base: Option<(u32, String)>,
     rules: Vec<Vec<Step>>,
 }
@@ -99,7 +99,7 @@ struct Chain {
 struct Set {
     /// Packets add elements, or elements expire.
     changes: bool,
-    /// Elements with their verdicts, if they are known.
+    /// The map's elements with their verdicts, if they are known.
     elements: Option<HashMap<Vec<u8>, Option<Verdict>>>,
 }
 
@@ -170,7 +170,7 @@ enum Match {
 enum End {
     /// With a verdict, in any case.
     Decided,
-    /// The calling chain goes on, perhaps.
+    /// The calling chain may go on.
     GoesOn,
 }
 
@@ -270,11 +270,11 @@ impl Firewall {
         Ok(End::GoesOn)
     }
 
-    /// Walks every chain of a table that others jump to.
+    /// Walks every chain of a table that only jumps reach.
     fn walk_all(&self, table: &Table, packet: &Packet, reroutes: bool) -> Result<(), &'static str> {
         let others = self.chains.iter().filter(|((of, _), chain)| of == table && chain.base.is_none());
         for rule in others.flat_map(|(_, chain)| &chain.rules) {
-            // The chains that it jumps to are among the others.
+            // This loop also walks the chains to which this chain jumps.
             self.run(table, rule, packet, reroutes)?;
         }
         Ok(())
@@ -339,7 +339,7 @@ impl Firewall {
                     changing = changing.or(changing_registers.get(from).copied());
                     let elements = set.and_then(|set| set.elements.as_ref());
                     let key = registers.get(from).cloned().flatten();
-                    // Of several concatenated fields only the first is known here.
+                    // If the key concatenates several fields, only the first is known here.
                     let comparable = |of: &(&HashMap<Vec<u8>, _>, Vec<u8>)| of.0.keys().all(|other| other.len() == of.1.len());
                     match elements.zip(key).filter(comparable) {
                         Some((elements, key)) => match (elements.get(&key), *verdicts) {
@@ -379,8 +379,8 @@ impl Firewall {
                 Step::Never => return Ok((Match::No, None)),
                 Step::Changing(why) => changing = changing.or(Some(why)),
                 Step::Marks if reroutes => return Err("a route by mark (a chain of type route)"),
-                // An entry in a zone is not found by the connection's addresses and ports alone, and could not be
-                // renewed.
+                // The tracker does not find an entry in a zone by the connection's addresses and ports alone, so Baton
+                // could not renew it.
                 Step::Zone => return Err("a zone of the connection tracker (ct zone, -j CT --zone)"),
                 Step::Marks | Step::Nothing => {}
             }

@@ -1,11 +1,12 @@
-//! Descriptors that came from another user's process. Of such a one nothing is known: closing it, or asking its file
-//! for anything, may take as long as that user likes.
+//! Descriptors that came from another user's process. Nothing is known of the file behind such a descriptor: closing
+//! the descriptor, or any call on the file, may take as long as that user likes.
 //!
 //! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. A Unix socket
-//! waits for either if one is in its queue: what nobody has received is closed with it, by the thread that closes it.
-//! So a [`Foreign`] is never closed by the thread that drops it unless it is known not to wait: then threads for its
-//! user close it. One that is stuck delays only what else comes from that user: each user has one thread of each kind
-//! at most, and there are as many as users who have something to do, up to a number that costs the machine little.
+//! may wait for either: descriptors in its queue that were not received are closed with the socket, by the thread that
+//! closes it. So the thread that drops a [`Foreign`] closes it only if that is known not to wait; otherwise threads
+//! that work for its user close it. A descriptor that is stuck delays only other descriptors of the same user: each
+//! user has at most one thread of each kind. There are as many threads as users that have work waiting, up to a number
+//! that costs the machine little.
 
 use crate::socket;
 use rustix::io::Errno;
@@ -26,8 +27,9 @@ thread_local! {
     static USER: Cell<u32> = const { Cell::new(u32::MAX) };
 }
 
-/// While this lives its thread works on behalf of a user: what the thread drops is that user's. Holds the number of the
-/// user for whom the thread worked before, and does again when this is dropped.
+/// While this lives, its thread works on behalf of a user: each [`Foreign`] that the thread drops is counted as that
+/// user's. Holds the number of the user for whom the thread worked before; dropping this makes the thread work for that
+/// user again.
 #[derive(Debug)]
 pub struct OnBehalf(u32);
 
@@ -43,12 +45,13 @@ impl Drop for OnBehalf {
     }
 }
 
-/// Kinds of threads: those of [`Lane`].
+/// Number of kinds of threads: one for each [`Lane`].
 const LANES: usize = 4;
-/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets, that close Unix
-/// sockets. A socket that lingers takes a thread for [`PATIENCE`] at most, so a few are enough for all users. Of the
-/// other kinds a user can keep its one as long as it likes: another user waits only if so many do. Such a thread costs
-/// some 40 KB, and whoever holds it up a blocked thread of that user's own.
+/// Most threads of each kind: for closing sockets, closing other files, calls on sockets, and closing Unix sockets. A
+/// socket that lingers keeps a thread for [`PATIENCE`] at most, so a few threads are enough for all users. A user can
+/// keep its thread of each other kind as long as it likes: another user waits only if as many users as there are
+/// threads do that. Such a thread costs Baton some 40 KB, and costs the user who holds it up a blocked thread of its
+/// own.
 const THREADS: [usize; LANES] = [8, 1024, 1024, 1024];
 /// Calls on sockets that a user may have waiting before it is turned away.
 const MOST_CALLS: usize = 256;
@@ -56,10 +59,10 @@ const MOST_CALLS: usize = 256;
 const LINGERS: Duration = Duration::from_secs(2);
 /// Descriptors other than sockets that a user may have waiting to be closed before it is turned away.
 const MOST_STUCK: usize = 32;
-/// Unix sockets that a user may have waiting to be closed before it is turned away: more than it has when all of its
-/// programs end at once, unless one of the sockets does not close.
+/// Most Unix sockets of a user that may wait to be closed; a user with more is turned away. It is more than a user has
+/// when all of its programs end at once, so only a user with a socket that does not close reaches it.
 const MOST_UNCLOSED: usize = 4096;
-/// Why a user is served no more of whom so much waits to be closed that [`is_stuck`].
+/// The reason that is given when a user is turned away because of [`is_stuck`].
 pub const STUCK: &str = "the files whose descriptors this user has sent do not close";
 /// Time after which a close that lingers is interrupted, in nanoseconds.
 const PATIENCE: i64 = 2_000_000;
@@ -69,7 +72,7 @@ const PATIENCE: i64 = 2_000_000;
 #[repr(transparent)]
 pub struct Foreign(ManuallyDrop<OwnedFd>);
 
-/// What a descriptor is, as far as that can be told without asking its file.
+/// The kind of a descriptor, as far as it can be told without a call on its file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     /// Closing it does not wait.
@@ -83,7 +86,7 @@ enum Kind {
 }
 
 fn kind(fd: BorrowedFd<'_>) -> Kind {
-    // Asked of the socket layer: for what is no socket it is ENOTSOCK, and the file is not asked.
+    // The socket layer answers: for a descriptor of something else it returns ENOTSOCK without a call on the file.
     match rustix::net::sockopt::socket_domain(fd) {
         Ok(AddressFamily::UNIX) => Kind::Queue,
         Ok(AddressFamily::INET | AddressFamily::INET6) => match rustix::net::sockopt::socket_linger(fd) {
@@ -97,7 +100,7 @@ fn kind(fd: BorrowedFd<'_>) -> Kind {
 }
 
 impl Foreign {
-    /// Another descriptor of what another user's process has sent.
+    /// Duplicates a descriptor that another user's process has sent.
     ///
     /// # Errors
     /// The failed system call's.
@@ -105,13 +108,14 @@ impl Foreign {
         fd.try_clone_to_owned().map(Foreign::from)
     }
 
-    /// Closes it, and then the other one: whoever has the other end of that sees when this one has been closed.
+    /// Closes this descriptor, and then `other`: the process at the other end of `other` sees by this when the first
+    /// one has been closed.
     pub fn close_before(self, other: Foreign) {
         let fd = self.into_inner();
         close(fd, Some(other));
     }
 
-    /// Closes it in this thread, who knows that this waits for nobody.
+    /// Closes the descriptor in this thread. The caller knows that this does not wait.
     pub(crate) fn close_here(self) {
         drop(self.into_inner());
     }
@@ -133,8 +137,9 @@ impl Foreign {
         rustix::fs::fcntl_get_seals(self).is_ok()
     }
 
-    /// Whether it is a file with a path, be its server ever so slow: no socket, pipe or anonymous one, which may hold
-    /// other descriptors, the other end of a control connection for example. The file itself is not asked.
+    /// Whether it is a file with a path, however slow its server may be. A socket, a pipe or an anonymous file is not
+    /// one: it may hold other descriptors, for example the other end of a control connection. This makes no call on the
+    /// file itself.
     pub fn has_path(&self) -> bool {
         let link = format!("/proc/self/fd/{}", self.as_fd().as_raw_fd());
         std::fs::read_link(link).is_ok_and(|target| target.is_absolute())
@@ -189,7 +194,7 @@ fn close(fd: OwnedFd, then: Option<Foreign>) {
             let user = socket::owner(fd.as_fd()).unwrap_or(u32::MAX);
             return do_elsewhere((Lane::Sockets, user), Job::Close(fd, then));
         }
-        // Its queue holds what the one at its other end has sent.
+        // Its queue holds the messages, and descriptors, that the process at its other end has sent.
         Kind::Queue => {
             let user = socket::peer_user(fd.as_fd()).ok().filter(|user| *user != u32::MAX).unwrap_or(USER.get());
             return do_elsewhere((Lane::Queues, user), Job::Close(fd, then));
@@ -199,8 +204,9 @@ fn close(fd: OwnedFd, then: Option<Foreign>) {
     drop(then);
 }
 
-/// Sockets that linger, other files, and Unix sockets are closed by different threads: what is stuck in one kind does
-/// not delay the others. Calls on sockets wait for the socket's lock, which its program can hold as long as it likes.
+/// The kinds of work, each of which has its own threads: a descriptor that is stuck in one kind does not delay the
+/// other kinds. Calls on sockets are a kind as well: they wait for the socket's lock, which its program can hold as
+/// long as it likes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Lane {
     Sockets,
@@ -215,15 +221,15 @@ impl Lane {
         matches!(self, Lane::Sockets | Lane::Queues)
     }
 
-    /// Whether its threads wait a while for something more to do, since that comes often.
+    /// Whether its threads wait a while for more work before they end, since work of this kind comes often.
     fn rests(self) -> bool {
         matches!(self, Lane::Calls | Lane::Queues)
     }
 }
 
-/// What a thread is to do.
+/// One piece of work for a thread.
 enum Job {
-    /// Close the first, and then drop the other.
+    /// Close the descriptor, and then drop the other one.
     Close(OwnedFd, Option<Foreign>),
     Run(Box<dyn FnOnce() + Send>),
 }
@@ -240,7 +246,8 @@ impl Job {
     }
 }
 
-/// Has something done that uses a file of a user's, after what waits already for that user.
+/// Runs `act`, which uses a file of a user's, on a thread for that user, after the work that waits already for that
+/// user.
 pub fn run_for(user: u32, act: impl FnOnce() + Send + 'static) {
     let act = move || {
         let _user = on_behalf_of(user);
@@ -249,7 +256,8 @@ pub fn run_for(user: u32, act: impl FnOnce() + Send + 'static) {
     do_elsewhere((Lane::Files, user), Job::Run(Box::new(act)));
 }
 
-/// Has calls made on a socket of a user's, after what waits already for that user. A stuck one delays only that user's.
+/// Runs `act`, which makes calls on a socket of a user's, on a thread for that user, after the work that waits already
+/// for that user. A call that is stuck delays only that user's work.
 pub fn call_for(user: u32, act: impl FnOnce() + Send + 'static) {
     let act = move || {
         let _user = on_behalf_of(user);
@@ -278,13 +286,13 @@ static DONE: Condvar = Condvar::new();
 /// There is something to do for threads of this kind that rest.
 static WORK: [Condvar; LANES] = [const { Condvar::new() }; LANES];
 
-/// What waits to be closed.
+/// The work that waits, and the threads for it.
 struct Closing {
-    /// By kind and user. An entry without descriptors has a thread that closes the last one.
+    /// The work that waits, by kind and user. For an entry without work, a thread is busy with the last piece.
     queues: BTreeMap<(Lane, u32), Queue>,
     /// Threads of each kind.
     threads: [usize; LANES],
-    /// Those of each kind that have nothing to do yet: they have just been started, or rest.
+    /// Threads of each kind without work: they have just been started, or rest.
     idle: [usize; LANES],
     /// The user of each kind that was served last.
     served: [u32; LANES],
@@ -293,7 +301,7 @@ struct Closing {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Job>,
-    /// A thread is closing one of them. Never two, so that a user's stuck ones take one thread.
+    /// A thread works on this queue. Never do two, so that a user whose descriptors are stuck takes one thread.
     busy: bool,
 }
 
@@ -310,14 +318,14 @@ fn closing() -> std::sync::MutexGuard<'static, Closing> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether so much of a user's waits to be closed that no more may come from it.
+/// Whether so many of a user's descriptors wait to be closed that Baton takes no more from this user.
 pub fn is_stuck(user: u32) -> bool {
     let closing = closing();
     let waits = |lane| closing.queues.get(&(lane, user)).map_or(0, |queue| queue.waiting.len());
     waits(Lane::Files) >= MOST_STUCK || waits(Lane::Queues) >= MOST_UNCLOSED
 }
 
-/// Unix sockets of a user's that are to be closed, each of which takes a descriptor until then.
+/// Number of a user's Unix sockets that wait to be closed, each of which takes a descriptor of this process until then.
 pub fn unclosed(user: u32) -> u64 {
     let closing = closing();
     let queue = closing.queues.get(&(Lane::Queues, user));
@@ -328,7 +336,8 @@ fn do_elsewhere(at: (Lane, u32), job: Job) {
     let (mut closing, lane) = (closing(), at.0);
     closing.queues.entry(at).or_default().waiting.push_back(job);
     if closing.ready(lane) <= closing.idle[lane as usize] {
-        // A thread that rests or has just been started does it, or the user's own after what it does now.
+        // A thread that rests or has just been started takes this work, or the user's own thread takes it after its
+        // current work.
         WORK[lane as usize].notify_one();
     } else if closing.threads[lane as usize] < THREADS[lane as usize] {
         closing.count_new(lane, true);
@@ -346,7 +355,7 @@ impl Closing {
         Closing { queues: BTreeMap::new(), threads: [0; LANES], idle: [0; LANES], served: [0; LANES] }
     }
 
-    /// Counts a thread that is started, or one that could not be.
+    /// Counts a thread that is being started, or takes back the count of one that could not be started.
     fn count_new(&mut self, lane: Lane, starts: bool) {
         for count in [&mut self.threads, &mut self.idle] {
             let count = &mut count[lane as usize];
@@ -359,8 +368,8 @@ impl Closing {
         self.queues.range((lane, 0)..=(lane, u32::MAX)).filter(|(_, queue)| queue.is_ready()).count()
     }
 
-    /// Takes the next thing to do for a user for whom no thread is at work: of users in turn, so that one who always
-    /// has something is not served before others.
+    /// Takes the next piece of work of a user for whom no thread works now. Users take turns, so that a user who always
+    /// has work is not served before others.
     fn take(&mut self, lane: Lane) -> Option<((Lane, u32), Job)> {
         let served = (lane, self.served[lane as usize]);
         let later = self.queues.range((Bound::Excluded(served), Bound::Included((lane, u32::MAX))));
@@ -383,9 +392,9 @@ impl Closing {
     }
 }
 
-/// A thread: closes what no other one is stuck with, and ends when there is nothing left.
+/// A thread's loop: takes work of users for whom no other thread works, and ends when none is left.
 fn close_all(lane: Lane) {
-    // A lock of a socket is waited for whatever signal comes.
+    // No signal interrupts the wait for a socket's lock.
     let alarm = lane.may_linger().then(Alarm::new).flatten();
     let mut guard = closing();
     guard.idle[lane as usize] -= 1;
@@ -418,8 +427,8 @@ fn close_all(lane: Lane) {
     }
 }
 
-/// Interrupts this thread's system calls: a close that lingers has sent its FIN by then, and ends when a signal comes.
-/// The socket goes on without a descriptor, as after the end of its program.
+/// A timer that interrupts this thread's system call. A close that lingers has sent its FIN by then, and returns when a
+/// signal comes; the kernel goes on with the socket without a descriptor, as after the end of its program.
 struct Alarm(libc::timer_t);
 
 extern "C" fn nothing(_: libc::c_int) {}
@@ -473,12 +482,12 @@ mod tests {
     use std::sync::{Arc, mpsc};
     use std::time::Instant;
 
-    /// Numbers that nobody has.
+    /// User numbers that no process of this machine has.
     const USERS: std::ops::Range<u32> = 4_000_000_100..4_000_000_200;
     const OTHER: u32 = 4_000_000_900;
 
-    /// A hundred users' sockets and files are stuck: each of them takes one thread of each kind, and what is another
-    /// one's is done.
+    /// Sockets and files of a hundred users are stuck: each user takes one thread of each kind, and the work of a
+    /// further user is still done.
     #[test]
     fn users_whose_own_is_stuck_hold_up_no_other() {
         let gate = Arc::new(Mutex::new(()));
@@ -506,7 +515,7 @@ mod tests {
         drop(held);
     }
 
-    /// What is dropped for another user in between is that user's alone.
+    /// Descriptors that are dropped for another user in between are counted for that user only.
     #[test]
     fn a_thread_works_for_its_earlier_user_again() {
         let outer = on_behalf_of(OTHER);
@@ -516,7 +525,7 @@ mod tests {
         assert_eq!(USER.get(), u32::MAX);
     }
 
-    /// Whoever always has something to do is not served before others.
+    /// A user who always has work is not served before others.
     #[test]
     fn users_are_served_in_turn() {
         let mut closing = Closing::new();
@@ -548,8 +557,8 @@ mod tests {
         (ours, theirs)
     }
 
-    /// Sockets that linger for a thousand seconds hold up neither who drops them nor each other: every peer gets
-    /// everything and the FIN.
+    /// Sockets that linger for a thousand seconds delay neither the thread that drops them nor each other: every peer
+    /// gets all bytes and the FIN.
     #[test]
     fn sockets_that_linger_hold_up_nobody() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
@@ -572,8 +581,8 @@ mod tests {
         crate::control::try_send_bytes(from.as_fd(), &[0], &[fd.as_fd()]).expect("room");
     }
 
-    /// Sockets that linger, and that nobody has received, are closed with the socket in whose queue they are; one of
-    /// them is in a queue in that queue. They hold up nobody.
+    /// Sockets that linger and were not received are closed with the socket in whose queue they are; one of them is in
+    /// the queue of a socket that is itself in that queue. They delay no thread.
     #[test]
     fn what_nobody_has_received_holds_up_nobody() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
@@ -596,7 +605,8 @@ mod tests {
         }
     }
 
-    /// Unix sockets that do not close are counted for the user at their other end, who is turned away in the end.
+    /// Unix sockets that do not close are counted for the user at their other end. When there are too many, that user
+    /// is turned away.
     #[test]
     fn a_user_has_a_bounded_number_of_unclosed_sockets() {
         const ITS: u32 = 4_000_000_950;
@@ -615,8 +625,9 @@ mod tests {
         drop(held);
     }
 
-    /// A user whose sockets do not close connects, and is turned away, as often as it likes: that takes no descriptor,
-    /// whatever it has asked for, and whether it has gone already. One that has sent a descriptor waits to be closed.
+    /// A user whose sockets do not close may connect, and is turned away, as often as it likes: that takes no
+    /// descriptor, whatever the client has asked for, and whether or not it has closed its end. Only a connection on
+    /// which it has sent a descriptor waits to be closed.
     #[test]
     fn who_is_turned_away_does_not_wait_behind_what_is_stuck() {
         use crate::control::{Channel, PeerChannel};

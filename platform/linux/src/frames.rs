@@ -66,7 +66,7 @@ impl Frames {
         self.dropped
     }
 
-    /// Receives a frame, and hands what is behind its header to `each`, with padding if there is any. Returns 0 if none
+    /// Receives a frame, and passes the bytes behind its header, with any padding, to `each`. Returns 0 if no frame
     /// waits.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         let mut from = link_address(0, 0);

@@ -3,9 +3,9 @@
 //!
 //! ptrace's SEIZE and INTERRUPT do this. If the process that stopped another dies, the kernel resumes the other.
 //!
-//! A call in which a thread was waiting is interrupted by the stop, and the kernel restarts most such calls. Those that
-//! it would not restart are made to restart: a receive on a socket in a map of sockets would return EAGAIN, one with a
-//! time-out and epoll_wait EINTR.
+//! A call in which a thread was waiting is interrupted by the stop, and the kernel restarts most such calls. Calls that
+//! the kernel would not restart are made to restart: without that, a receive on a socket in a BPF map of sockets would
+//! return EAGAIN, and a receive with a time-out or epoll_wait would return EINTR.
 
 use crate::foreign::Foreign;
 use crate::socket::check;
@@ -22,9 +22,9 @@ const YIELDS: u32 = 100;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
 thread_local! {
-    /// Threads that were asked to stop and had not when their process was resumed: they will still stop, and have to be
-    /// resumed then. And those that were killed while they stood still, of whose end nobody else knows before this
-    /// process has taken note of it.
+    /// Threads that were asked to stop and had not stopped when their process was resumed: they will still stop, and
+    /// have to be resumed then. Also threads that were killed while they were stopped: the kernel reports their end to
+    /// no other process before this process has waited for them.
     static LATE: RefCell<Vec<i32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -71,7 +71,7 @@ fn ptrace(request: libc::c_uint, thread: i32, data: usize) -> io::Result<()> {
 
 /// A thread's status if it has stopped or ended and that was not reported yet.
 fn poll_status(thread: i32) -> io::Result<Option<WaitStatus>> {
-    // __WALL: also threads that are not this process's children but traced by it, whatever signal they end with.
+    // __WALL: also threads that this process traces without being their parent, whatever signal they end with.
     let options = WaitOptions::NOHANG | WaitOptions::from_bits_retain(libc::__WALL as u32);
     Ok(rustix::process::waitpid(Pid::from_raw(thread), options)?.map(|(_, status)| status))
 }
@@ -85,8 +85,8 @@ impl Frozen {
     /// Stops these processes.
     ///
     /// # Errors
-    /// `EPERM` if one may not be stopped, or is traced already (by a debugger); `TimedOut` if a thread does not stop.
-    /// All of them are resumed then.
+    /// `EPERM` if this process may not stop one of them, or if one is traced already (by a debugger); `TimedOut` if a
+    /// thread does not stop. After an error all of them are resumed.
     pub fn freeze(processes: &[u32]) -> io::Result<Frozen> {
         let mut frozen = Frozen::default();
         for process in processes {
@@ -95,11 +95,11 @@ impl Frozen {
         Ok(frozen)
     }
 
-    /// Stops one more process. One that has ended counts as stopped.
+    /// Stops one more process. A process that has ended counts as stopped.
     ///
     /// # Errors
-    /// As [`Frozen::freeze`]; what is stopped already stays so, and threads that have not stopped are waited for again
-    /// by the next call.
+    /// As [`Frozen::freeze`]; threads that have stopped stay stopped, and the next call waits again for those that have
+    /// not.
     pub fn add(&mut self, process: u32) -> io::Result<()> {
         for thread in self.threads.iter_mut().filter(|thread| thread.process == process && !thread.stopped) {
             thread.wait()?;
@@ -137,7 +137,7 @@ impl Frozen {
     }
 }
 
-/// Removes a thread from the list of late ones, if it is there.
+/// Removes a thread from the list of late threads, if it is on it.
 fn take_late(number: i32) -> bool {
     LATE.with_borrow_mut(|late| late.extract_if(.., |other| *other == number).count() > 0)
 }
@@ -191,9 +191,9 @@ impl Thread {
     }
 }
 
-/// Makes the kernel restart the call in which a stopped thread was waiting, if it would not by itself. The value that
-/// makes it do so is one that programs never see. If a signal handler runs in between, its flags decide as usual
-/// whether the call ends.
+/// Makes the kernel restart the call in which a stopped thread was waiting, if it would not do so by itself. It does so
+/// by a return value that programs never see. If a signal handler runs in between, its flags decide as usual whether
+/// the call ends.
 #[cfg(target_arch = "x86_64")]
 fn restart_call(thread: i32) -> io::Result<()> {
     const ERESTARTSYS: u64 = -512i64 as u64;
@@ -229,7 +229,7 @@ fn restart_call(_thread: i32) -> io::Result<()> {
 impl Drop for Frozen {
     fn drop(&mut self) {
         for thread in &mut self.threads {
-            // Only a stopped thread can be resumed. One that has ended needs nothing.
+            // Only a stopped thread can be resumed. For a thread that has ended there is nothing to do.
             match if thread.stopped { Ok(true) } else { thread.has_stopped() } {
                 _ if thread.stopped => thread.release(),
                 Ok(false) => LATE.with_borrow_mut(|late| late.push(thread.number)),
@@ -274,7 +274,7 @@ work()";
         for _ in 0..20 {
             let frozen = Frozen::freeze(&[child.id()]).expect("frozen");
             assert!(frozen.threads.len() >= 4);
-            // What was in the pipe; nothing comes after it.
+            // Reads the bytes that were in the pipe; no more come after them.
             while output.read(&mut buffer).is_ok() {}
             assert_eq!(output.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::WouldBlock);
             assert!(child.try_wait().expect("a child").is_none());

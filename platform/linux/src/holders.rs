@@ -1,8 +1,8 @@
 //! Whether processes other than its program hold a socket, as far as /proc shows their descriptors to this process.
 //!
-//! A process can hold up whoever reads the links of its descriptors (see [`crate::reading::apart`]). So a thread reads
-//! one process after another; if it does not get on, another thread goes on with the next process, and what the first
-//! one finds is used if it comes in time. A process that is not read at all makes a difference only for the sockets
+//! A process can block the thread that reads the links of its descriptors (see [`crate::reading::apart`]). So a thread
+//! reads one process after another; if one process blocks it, another thread goes on with the next process, and the
+//! first thread's findings are used if they come in time. A process that could not be read matters only for sockets
 //! that it can have inherited.
 //!
 //! A process may fork and end while the search runs, before it is read; so may its child, and so on. So the processes
@@ -32,11 +32,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Time that one process is waited for before another thread goes on with the next.
+/// Time that the search waits for one process before another thread goes on with the next.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// Time that processes are waited for at the end which are still being read and may have inherited one of the sockets.
-/// Even one with some hundred thousand descriptors has been read by then.
+/// Time that the search waits at its end for processes that are still being read and may have inherited one of the
+/// sockets. Even a process with some hundred thousand descriptors has been read by then.
 const PATIENCE: Duration = Duration::from_millis(250);
 
 /// Most ancestors of a process that are looked at.
@@ -56,10 +56,10 @@ pub struct Question {
     pub except: Vec<u32>,
 }
 
-/// Who holds a socket.
+/// Which processes hold a socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Held {
-    /// Only those who may.
+    /// Only the processes that are expected to.
     Alone,
     /// Another process, too.
     ByAnother,
@@ -68,7 +68,7 @@ pub enum Held {
     Unknown,
 }
 
-/// What a search has found.
+/// The result of a search.
 #[derive(Debug)]
 pub struct Answers {
     /// Of each question, in order.
@@ -77,8 +77,8 @@ pub struct Answers {
     pub took: u64,
 }
 
-/// Searches all processes. Takes as long as there are many, and waits for those that hold it up: not for a loop that
-/// others wait for.
+/// Searches all processes. The more processes there are, the longer it takes, and processes may block it: so a loop for
+/// which others wait must not call it.
 pub fn search(questions: &[Question]) -> Answers {
     let search = Search {
         list: process::listed,
@@ -106,7 +106,7 @@ struct Search {
 /// Processes, each with a program of which it, or a process that descends from it, can have inherited a socket.
 type Heirs = BTreeSet<(Listed, u32)>;
 
-/// What the threads of a search share.
+/// The state that the threads of a search share.
 struct Shared {
     sockets_of: fn(u32) -> Vec<(i32, u64)>,
     inodes: BTreeSet<u64>,
@@ -121,7 +121,8 @@ struct Progress {
     being_read: BTreeSet<Listed>,
     /// The processes that hold one of the inodes.
     holders: BTreeMap<u64, Vec<u32>>,
-    /// Number of the thread that takes from the queue. Earlier ones end with the process that they read.
+    /// Number of the thread that takes processes from the queue. An earlier thread ends after the process that it is
+    /// reading.
     thread: u32,
     /// The queue has been read.
     ended: bool,
@@ -268,10 +269,10 @@ fn held(progress: &Progress, heirs: &Heirs, question: &Question) -> Held {
     }
 }
 
-/// Whether a process can have inherited a descriptor of a program's, or the program one of its: it runs as one of the
-/// program's users, belongs to its session, or descends from the program or the program's parent. Another user's
-/// process that neither shares the session nor the parent cannot have got a descriptor without a holder's passing it on
-/// by a message.
+/// Whether a process can have inherited a descriptor from a program, or the program from it: the process runs as one of
+/// the program's users, belongs to its session, or descends from the program or the program's parent. A process of
+/// another user that shares neither the session nor the parent can have got a descriptor only by a message from a
+/// process that held it.
 fn may_have_inherited(process: u32, program: u32) -> bool {
     // One that has ended holds nothing itself.
     let Some(users) = process::users(process) else { return false };
@@ -318,11 +319,11 @@ mod tests {
         Question { inode, program: PROGRAM, except: vec![PROGRAM] }
     }
 
-    /// A process that holds up its reader holds up no other one, and makes a difference only if it may have inherited
-    /// the socket; that does not keep later searches from reading the others.
+    /// A process that blocks its reader does not delay the reading of other processes, in this search or later ones; it
+    /// matters only if it may have inherited the socket.
     #[test]
     fn a_process_that_holds_up_its_reader_is_unknown_alone() {
-        // Waits: for what never comes, once. The other processes are to be read meanwhile.
+        // Blocks the reader: no value ever comes. The other processes have to be read meanwhile.
         let glance = Duration::from_millis(500);
         let heirs = Search {
             list: || vec![(PROGRAM, 1), (STUCK, 1), (HOLDER, 1)],
@@ -343,12 +344,12 @@ mod tests {
 
     static SLOW_BEGAN: Mutex<bool> = Mutex::new(false);
 
-    /// What comes after another thread has gone on is used.
+    /// A finding that comes after another thread has gone on with the next process is used.
     #[test]
     fn what_comes_late_is_used() {
         fn slow(process: u32) -> Vec<(i32, u64)> {
             if process == SLOW {
-                // The other one is read by the next thread only.
+                // Only the next thread reads the other process.
                 while !*SLOW_BEGAN.lock().expect("no panic") {
                     std::thread::yield_now();
                 }

@@ -56,7 +56,8 @@ impl TooBig {
     }
 }
 
-/// The destination of an IPv4 message. The socket returns the IP header as well.
+/// The destination of the packet that an ICMPv4 message is about. The socket returns the IP header in front of the
+/// message as well.
 fn destination_v4(packet: &[u8]) -> Option<IpAddr> {
     const FRAGMENTATION_NEEDED: u8 = 4;
     let header = usize::from(packet.first()? & 15) * 4;

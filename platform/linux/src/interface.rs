@@ -47,11 +47,11 @@ fn interface_request(name: &str) -> io::Result<libc::ifreq> {
     Ok(request)
 }
 
-/// Makes a TAP in the calling thread's network namespace, or opens another queue of it. It vanishes with its last
-/// descriptor.
+/// Makes a TAP in the calling thread's network namespace, or opens another queue of it. The TAP vanishes when its last
+/// descriptor is closed.
 ///
 /// # Errors
-/// The failed system call's; if /dev/net/tun is missing or may not be used, the message says what to do.
+/// The failed system call's; if /dev/net/tun is missing or may not be used, the error's message says what to do.
 pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     let explain = |error: io::Error| match error.raw_os_error() {
         Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => io::Error::new(
@@ -246,7 +246,8 @@ pub fn open_deaf_packet_socket(
     Ok(fd)
 }
 
-/// Makes a packet socket receive at an interface, or at all if the index is 0. One that does so already goes on.
+/// Makes a packet socket receive at an interface, or at all interfaces if the index is 0. Nothing changes for a socket
+/// that does so already.
 ///
 /// # Errors
 /// The failed system call's.
@@ -263,7 +264,7 @@ pub fn receive_at(socket: BorrowedFd<'_>, interface: u32) -> io::Result<()> {
     .map(|_| ())
 }
 
-/// Sets whether a packet socket is not shown what this host sends. It can be changed at any time.
+/// Sets whether a packet socket receives no copies of the frames that this host sends. It can be changed at any time.
 ///
 /// # Errors
 /// The failed system call's.

@@ -2,8 +2,8 @@
 //! Unix sockets.
 
 /// Writes a line to standard error, as `eprintln!` does, but waits for nothing. A line that cannot be written is lost:
-/// whoever reads the log may have ended, or stopped, or its disk be full, and that must neither end nor hold up a
-/// process of ours.
+/// the process that reads the log may have ended or stopped, or its disk may be full, and that must neither end nor
+/// block a process of Baton's.
 #[macro_export]
 macro_rules! report {
     ($($text:tt)*) => {

@@ -43,10 +43,10 @@ impl Namespace {
         Ok(Namespace { file: File::open(format!("/proc/{process}/ns/net"))? })
     }
 
-    /// Makes a namespace with its loopback up. The calling thread stays in its own.
+    /// Makes a namespace with its loopback up. The calling thread stays in its own namespace.
     ///
     /// # Errors
-    /// If there is no right to make one; the message says what to do.
+    /// If this process has no right to make one; the error's message says what to do.
     pub fn new() -> io::Result<Namespace> {
         std::thread::scope(|scope| {
             let made = scope.spawn(|| {
@@ -80,7 +80,7 @@ impl Namespace {
     /// If `work` does.
     ///
     /// # Errors
-    /// If the namespace cannot be entered, or those of `work`.
+    /// If the namespace cannot be entered, or the errors of `work`.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -121,7 +121,7 @@ impl AsFd for Namespace {
 /// for root. Must be called before the process has threads.
 ///
 /// # Errors
-/// If user namespaces are switched off; the message says what to do.
+/// If user namespaces are switched off; the error's message says what to do.
 pub fn become_root_if_needed() -> io::Result<()> {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     if user.is_root() {

@@ -14,7 +14,7 @@ pub const ROUTE: i32 = 0;
 pub const SOCK_DIAG: i32 = 4;
 /// IPsec.
 pub const XFRM: i32 = 6;
-/// Connection tracking, among others.
+/// The subsystems of netfilter, connection tracking among them.
 pub const NETFILTER: i32 = 12;
 
 pub(crate) const REQUEST: u16 = 1;
@@ -139,11 +139,11 @@ impl Netlink {
 }
 
 impl Netlink {
-    /// Sends several requests at once, in one system call, and passes the place and the error of each that the kernel
-    /// refused. The requests have no answers but that.
+    /// Sends several requests in one system call, and calls `refused` with the index and the error of each request that
+    /// the kernel refused. The requests must be of kinds that have no other answer.
     ///
     /// # Errors
-    /// The system's; then it is not known which requests were carried out.
+    /// The system's; it is then unknown which requests were carried out.
     pub fn ask_all(&self, requests: &[Request], mut refused: impl FnMut(usize, &io::Error)) -> io::Result<()> {
         let Some(last) = requests.len().checked_sub(1) else { return Ok(()) };
         let mut bytes = Vec::with_capacity(requests.iter().map(|request| request.bytes.len()).sum());
@@ -153,7 +153,7 @@ impl Netlink {
             bytes[start..start + 4].copy_from_slice(&(request.bytes.len() as u32).to_ne_bytes());
             bytes[start + 8..start + 12].copy_from_slice(&(place as u32).to_ne_bytes());
             if place == last {
-                // One acknowledgement, behind the refusals of the others.
+                // The kernel sends one acknowledgement, after the refusals of the other requests.
                 let flags = u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]) | ACK;
                 bytes[start + 6..start + 8].copy_from_slice(&flags.to_ne_bytes());
             }
@@ -216,15 +216,15 @@ impl Changes {
         !matches!(rustix::net::recv(&self.fd, &mut [0u8], RecvFlags::DONTWAIT | RecvFlags::PEEK), Err(Errno::WOULDBLOCK))
     }
 
-    /// Reads all waiting notifications. Returns whether there were any; lost ones count.
+    /// Reads all waiting notifications. Returns whether there were any, or some were lost.
     pub fn any(&self) -> bool {
         let mut any = false;
         self.each(|_, _| any = true);
         any
     }
 
-    /// Reads all waiting notifications, and passes each one's type and body. For lost ones it passes type 0 and an
-    /// empty body once.
+    /// Reads all waiting notifications, and calls `each` with the type and the body of each. If notifications were lost
+    /// it calls `each` once with type 0 and an empty body.
     pub fn each(&self, mut each: impl FnMut(u16, &[u8])) {
         let mut buffer = [0u8; 16384];
         loop {

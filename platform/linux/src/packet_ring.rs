@@ -1,6 +1,6 @@
-//! The memory that a packet socket shares with its user: a ring of slots into which the kernel puts frames as they
-//! come, and behind it one of frames to be sent (Linux, `Documentation/networking/packet_mmap.rst`, TPACKET_V2). Taking
-//! a frame out needs no system call, and one system call sends all that wait.
+//! The memory that a packet socket shares with its user: a ring of slots into which the kernel puts received frames,
+//! and behind it a ring of slots for frames to be sent (Linux, `Documentation/networking/packet_mmap.rst`, TPACKET_V2).
+//! Taking a frame out needs no system call, and one system call sends all that wait.
 //!
 //! A received frame that is larger than a slot waits in the socket's queue as well, and its slot says so
 //! (PACKET_COPY_THRESH).
@@ -9,7 +9,7 @@ use crate::socket;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// Number of slots for received frames: as many wait before one is lost.
+/// Number of slots for received frames: this many frames can wait before one is lost.
 pub const SLOTS: usize = 4096;
 /// Bytes of a slot. A frame of an Ethernet device fits with its header.
 pub const SLOT: usize = 2048;
@@ -33,7 +33,7 @@ const BLOCK: usize = 1 << 16;
 /// be sent can send no others.
 ///
 /// # Errors
-/// The failed system call's: the socket then works as before.
+/// The failed system call's: the socket then works as it did before the call.
 pub fn set_up(socket: BorrowedFd<'_>, sending: bool) -> io::Result<()> {
     const PACKET_RX_RING: i32 = 5;
     const PACKET_COPY_THRESH: i32 = 7;
@@ -51,7 +51,7 @@ pub fn set_up(socket: BorrowedFd<'_>, sending: bool) -> io::Result<()> {
     set(PACKET_VERSION, TPACKET_V2)?;
     set(PACKET_RESERVE, RESERVED)?;
     set(PACKET_COPY_THRESH, 1)?;
-    // A frame that cannot be sent does not stop those behind it.
+    // A frame that cannot be sent does not stop the frames behind it.
     set(PACKET_LOSS, 1)?;
     make_ring(PACKET_RX_RING, SLOTS)?;
     if sending && let Err(error) = make_ring(PACKET_TX_RING, SEND_SLOTS) {

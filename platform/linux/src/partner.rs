@@ -1,8 +1,8 @@
-//! A second UDP socket at the address of a first one, connected to the peer that most is sent to at the time.
+//! A second UDP socket at the address of a first one, connected to the peer to which most datagrams go at the time.
 //!
-//! For a connected socket the kernel keeps the route: what is sent by it, and what it receives, needs no look-up. That
-//! is a sixth of the time that a short datagram and its answer take. Datagrams of the peer come by the connected
-//! socket, all others by the first.
+//! For a connected socket the kernel keeps the route, so datagrams need no look-up when they are sent or received by
+//! it. That saves a sixth of the time that a short datagram and its answer take. Datagrams of that peer come by the
+//! connected socket, all others by the first.
 
 use crate::socket::set;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 /// Sends in a row to one address after which the socket is connected to it: to connect takes as long as some sends.
 const STREAK: u32 = 64;
 
-/// The second socket. Until it is connected it has no address, so nothing comes by it.
+/// The second socket. Until this socket is connected it has no address, so no datagram comes by it.
 #[derive(Debug)]
 pub struct Partner {
     socket: UdpSocket,
@@ -21,7 +21,7 @@ pub struct Partner {
     address: SocketAddr,
     bound: bool,
     peer: Option<SocketAddr>,
-    /// Address of the latest sends to others than the peer, and their number.
+    /// The destination of the latest sends, if it was not the peer, and how many sends in a row went there.
     candidate: SocketAddr,
     streak: u32,
     /// The kernel refused: it is not tried again.
@@ -29,7 +29,7 @@ pub struct Partner {
 }
 
 impl Partner {
-    /// A socket beside one that is bound to `address`.
+    /// Makes a second socket for one that is bound to `address`.
     ///
     /// # Errors
     /// The failed system call's.
@@ -40,8 +40,8 @@ impl Partner {
         Ok(Partner { socket, address, bound: false, peer: None, candidate: address, streak: 0, refused: false })
     }
 
-    /// Whether what is sent to `to` goes by this socket. Counts a send to `to`, and may connect the socket; `first` is
-    /// the other one.
+    /// Whether a datagram to `to` is to be sent by this socket. Counts the send, and may connect the socket to `to`;
+    /// `first` is the first socket.
     pub fn sends_to(&mut self, to: SocketAddr, first: &UdpSocket) -> bool {
         if self.peer != Some(to) {
             self.streak = if self.candidate == to { self.streak + 1 } else { 1 };
@@ -71,7 +71,7 @@ impl Partner {
         Ok(())
     }
 
-    /// Whether anything can come by it.
+    /// Whether datagrams can come by this socket.
     pub fn is_bound(&self) -> bool {
         self.bound
     }

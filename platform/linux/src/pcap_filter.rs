@@ -47,7 +47,7 @@ fn load() -> Option<NonNull<c_void>> {
 }
 
 fn symbol(library: NonNull<c_void>, name: &CStr) -> Result<NonNull<c_void>, String> {
-    // SAFETY: the handle is that of a loaded library, and the name ends with a zero.
+    // SAFETY: the handle belongs to a loaded library, and the name ends with a zero.
     let found = NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) });
     found.ok_or_else(|| format!("this libpcap has no {}", name.to_string_lossy()))
 }
@@ -56,7 +56,7 @@ impl PcapFilter {
     /// Compiles a filter for Ethernet frames.
     ///
     /// # Errors
-    /// What is wrong with it, or which package is missing.
+    /// A text that says what is wrong with the filter, or which package is missing.
     pub fn compile(text: &str) -> Result<PcapFilter, String> {
         let library = load().ok_or(
             "a filter needs libpcap, which is not installed: `apt install libpcap0.8` (libpcap on Fedora, Arch and Alpine)",
@@ -94,18 +94,18 @@ impl PcapFilter {
         Ok(PcapFilter { program, filter, free })
     }
 
-    /// Whether a frame of `length` bytes matches, of which `bytes` are there.
+    /// Whether a frame of `length` bytes matches, of which `bytes` holds the beginning.
     pub fn matches(&self, bytes: &[u8], length: u32) -> bool {
         let at = libc::timeval { tv_sec: 0, tv_usec: 0 };
         let header = Header { at, captured: bytes.len() as u32, length };
-        // SAFETY: the program was compiled, and is freed in `drop` only; the header says how many bytes are there.
+        // SAFETY: the program was compiled, and is freed in `drop` only; the header says how many bytes `bytes` has.
         unsafe { (self.filter)(&raw const self.program, &raw const header, bytes.as_ptr()) != 0 }
     }
 }
 
 impl Drop for PcapFilter {
     fn drop(&mut self) {
-        // SAFETY: libpcap has made the program, and nobody uses it any more.
+        // SAFETY: libpcap has made the program, and it is not used any more.
         unsafe { (self.free)(&raw mut self.program) };
     }
 }

@@ -22,7 +22,7 @@ const FEW_DESCRIPTORS: u64 = 1024;
 /// Most descriptors that [`inherit`] passes.
 const MOST_DESCRIPTORS: usize = 64;
 
-/// The value of an environment variable. An empty one counts as one that is not set.
+/// The value of an environment variable. An empty value counts as not set.
 pub fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
@@ -143,14 +143,15 @@ pub fn pin(thread: i32, core: usize) -> bool {
     rustix::thread::sched_setaffinity(Pid::from_raw(thread), &cpu_set(&[core])).is_ok()
 }
 
-/// A set of processors. Those that do not fit are taken for others.
+/// A set of processors. A number that does not fit into the set wraps around to another processor.
 fn cpu_set(cores: &[usize]) -> CpuSet {
     let mut set = CpuSet::new();
     cores.iter().for_each(|core| set.set(core % CpuSet::MAX_CPU));
     set
 }
 
-/// Binds the calling thread, and what it starts, to several processors. Returns whether it worked.
+/// Binds the calling thread, and the threads and processes that it starts, to several processors. Returns whether it
+/// worked.
 pub fn pin_to(cores: &[usize]) -> bool {
     rustix::thread::sched_setaffinity(None, &cpu_set(cores)).is_ok()
 }
@@ -170,8 +171,8 @@ pub fn wake_in_time() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
 }
 
-/// Nice value of processes for which programs wait as for the kernel's own work: others run before them only if they
-/// are as urgent.
+/// Nice value of processes for whose work programs wait as for the kernel's own: only processes that are as urgent run
+/// before them.
 const URGENT: i32 = -15;
 
 /// The nice value that this process had before [`raise_priority`].
@@ -195,14 +196,14 @@ pub fn raise_priority_in_own_session() -> bool {
     raised
 }
 
-/// Puts the calling process into a session of its own that has a nice value, given as text. Linux deals out the
-/// processors among sessions first (autogroups, sched(7)); a process's own nice value counts only within its session,
-/// so one that is among those of a busy terminal, or of a NIC with several workers, has to share what that session
-/// gets. Async-signal-safe.
+/// Puts the calling process into a session of its own that has a nice value, given as text. Linux divides processor
+/// time among sessions first (autogroups, sched(7)), and a process's own nice value counts only within its session. So
+/// a process in the session of a busy terminal, or of a NIC with several workers, would have to share the time that
+/// this session gets. Async-signal-safe.
 ///
 /// # Errors
-/// The failed system call's: this process leads a session or a group already, has no right to the nice value, or the
-/// kernel has no autogroups.
+/// The failed system call's: for example if this process leads a session or a process group already, has no right to
+/// the nice value, or the kernel has no autogroups.
 fn in_own_session(nice: &[u8]) -> io::Result<()> {
     rustix::process::setsid()?;
     let file = rustix::fs::open(c"/proc/self/autogroup", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
@@ -210,8 +211,8 @@ fn in_own_session(nice: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Nice value, relative to the programs', of a process that works for them on the same processors. More urgent, it
-/// would leave the programs no time; less urgent, all of them would wait for it.
+/// Nice value, relative to the programs', of a process that works for them on the same processors. If it were more
+/// urgent it would leave the programs no time; if it were less urgent all programs would wait for it.
 const SHARING: i32 = -5;
 
 /// Makes a command's process, in a session of its own, a little more urgent than this one was before
@@ -229,7 +230,7 @@ pub fn with_sharing_priority(command: &mut Command) {
     unsafe { command.pre_exec(work) };
 }
 
-/// Makes the calling thread run only when no other wants the processor (SCHED_IDLE). Returns whether it worked.
+/// Makes the calling thread run only when no other thread wants the processor (SCHED_IDLE). Returns whether it worked.
 pub fn run_last() -> bool {
     let parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a value that lives through the call.
@@ -244,8 +245,8 @@ pub fn current_cpu() -> usize {
     unsafe { libc::sched_getcpu() }.max(0) as usize
 }
 
-/// Makes new memory of the calling thread come from a node, as far as it has any; with None, from the node where the
-/// thread runs. Returns whether the system knows nodes.
+/// Makes new memory of the calling thread come from a NUMA node, as long as the node has some left; with None, from the
+/// node where the thread runs. Returns whether the system knows NUMA nodes.
 pub fn prefer_memory(node: Option<usize>) -> bool {
     let mask = baton_shm::node_mask(node);
     let mode = if node.is_some() { libc::MPOL_PREFERRED } else { libc::MPOL_DEFAULT };
@@ -259,7 +260,7 @@ pub fn allowed_cpus() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect()
 }
 
-/// The processors on which a process's threads ran last, of those whose names `counts` accepts.
+/// The processors on which a process's threads ran last, for the threads whose names `counts` accepts.
 ///
 /// # Errors
 /// The failed system call's; `NotFound` if the process has ended.
@@ -298,8 +299,8 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The machine in a line, for those who read figures from it: processors, their model as far as the kernel names it,
-/// the kernel.
+/// The machine in one line, to be printed with measurements: the number of processors, their model if the kernel names
+/// it, and the kernel.
 pub fn machine() -> String {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = processors.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
@@ -318,7 +319,8 @@ pub fn cpu_nanos(process: u32) -> Option<u64> {
     Some(total)
 }
 
-/// Gives this process a name, of which the first 15 bytes count: `/proc/PID/comm`. Threads that it has keep theirs.
+/// Gives this process a name (`/proc/PID/comm`), of which Linux keeps the first 15 bytes. Other threads that exist keep
+/// their names.
 ///
 /// # Errors
 /// If /proc is not there.
@@ -365,8 +367,8 @@ pub fn machine_nanos() -> io::Result<u64> {
     Ok(user + nice + system + interrupts + deferred)
 }
 
-/// Nanoseconds that all processors of the machine have spent in interrupts and what these have deferred (softirq), in
-/// steps of 10 ms.
+/// Nanoseconds that all processors of the machine have spent in interrupts and in the work that interrupts have
+/// deferred (softirq), in steps of 10 ms.
 ///
 /// # Errors
 /// If /proc/stat is not there or not as expected.
@@ -376,8 +378,8 @@ pub fn interrupt_nanos() -> io::Result<u64> {
 }
 
 /// Nanoseconds that a processor was idle, had been taken from this machine by its host, or ran programs whose nice
-/// value is above 0; in steps of 10 ms. The kernel samples how it is busy, but measures how long it is idle: so what is
-/// left of the time is more exact than what it counts as busy.
+/// value is above 0; in steps of 10 ms. The kernel measures how long a processor is idle, but only samples what it does
+/// when busy: so the elapsed time less this is more exact than the time that the kernel counts as busy.
 ///
 /// # Errors
 /// If /proc/stat is not there or not as expected, or there is no such processor.
@@ -405,8 +407,8 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
     processes(|name| wanted.starts_with(name) || name.starts_with(&wanted))
 }
 
-/// CPU time of the kernel's threads that process frames in place of the programs: of soft interrupts, and NAPI. Those
-/// count that there were when this was made.
+/// CPU time of the kernel's threads that process frames on behalf of the programs: for soft interrupts, and NAPI. Only
+/// threads count that existed when this was made.
 #[derive(Debug)]
 pub struct KernelThreads(Vec<(u32, u64)>);
 
@@ -417,8 +419,8 @@ impl KernelThreads {
         KernelThreads(threads.into_iter().map(|thread| (thread, 0)).collect())
     }
 
-    /// What they have used so far, in nanoseconds. It never becomes less: a thread that has ended, with its device,
-    /// counts with what it had used when this was called last.
+    /// The CPU time that these threads have used so far, in nanoseconds. It never becomes less: a thread that has ended
+    /// with its device counts with the time that it had used at the last call.
     pub fn nanos(&mut self) -> u64 {
         let now = |(thread, used): &mut (u32, u64)| {
             *used = cpu_nanos(*thread).unwrap_or(0).max(*used);
@@ -449,10 +451,10 @@ pub fn lift(fd: OwnedFd, lowest: i32) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, lowest)?)
 }
 
-/// Gives a descriptor the number of another one, which is closed. The number is free at no moment.
+/// Gives a descriptor the number of another one, which is closed. Both happen at once, so the number is never free.
 ///
 /// # Errors
-/// The failed system call's; then the descriptor is closed, and the other unchanged.
+/// The failed system call's; `fd` is then closed, and `other` is as it was.
 pub fn put_in_place_of(fd: OwnedFd, mut other: OwnedFd) -> io::Result<OwnedFd> {
     rustix::io::dup3(fd, &mut other, rustix::io::DupFlags::CLOEXEC)?;
     Ok(other)
@@ -494,7 +496,7 @@ pub fn signal_at(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
     Ok(rustix::process::pidfd_send_signal(process, named(signal)?)?)
 }
 
-/// Sends a signal to a process that this one has started.
+/// Sends a signal to a process that this process has started.
 ///
 /// # Errors
 /// The failed system call's.
@@ -502,7 +504,7 @@ pub fn signal(process: u32, signal: i32) -> io::Result<()> {
     Ok(rustix::process::kill_process(pid(process)?, named(signal)?)?)
 }
 
-/// Lets a process go on that somebody has stopped (SIGSTOP), and that this one has started. Nothing happens to one that
+/// Resumes a process that this process has started, if it was stopped (SIGSTOP). Nothing changes for a process that
 /// runs.
 ///
 /// # Errors
@@ -539,17 +541,18 @@ pub fn sockets_of(process: u32) -> Vec<(i32, u64)> {
     entries.flatten().filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, inode(&entry)?))).collect()
 }
 
-/// Whether a process has a socket, by its inode, at this number. Does not ask the file, whatever it is.
+/// Whether a process has the socket with this inode at this descriptor number. Makes no call on the file, whatever it
+/// is.
 pub fn has_socket(process: u32, number: i32, inode: u64) -> bool {
     let target = std::fs::read_link(format!("/proc/{process}/fd/{number}"));
     target.is_ok_and(|target| target.to_str() == Some(&*format!("socket:[{inode}]")))
 }
 
-/// Whether a process has a socket, by its inode, at this number, and in blocking mode. None if it does not have it
-/// there.
+/// Whether the socket with this inode, which a process has at this descriptor number, is in blocking mode. None if the
+/// process does not have it at this number.
 ///
-/// It waits if the process puts an epoll set into the socket's place meanwhile, whose lock a thread of it holds: see
-/// [`crate::foreign::call_for`].
+/// The call may block, if the process replaces the socket meanwhile by an epoll set whose lock one of its threads
+/// holds: see [`crate::foreign::call_for`].
 pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
     if !has_socket(process, number, inode) {
         return None;
@@ -560,27 +563,28 @@ pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
     Some(flags & libc::O_NONBLOCK == 0)
 }
 
-/// What a line of a process's status says, as in proc_pid_status(5). None if the process has ended. Its `stat` is not
-/// read: that waits while the process is in execve(2) (Linux 6.18), where a file of its own can keep it.
+/// The value in a line of a process's status file (proc_pid_status(5)). None if the process has ended. The file `stat`
+/// is not used: reading it waits while the process is in execve(2) (Linux 6.18), and the process can stay there as long
+/// as it likes by a file of its own.
 fn status(process: u32, line: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let found = status.lines().find_map(|text| text.strip_prefix(line)?.strip_prefix(':'));
     found.map(|text| text.trim().to_owned())
 }
 
-/// Whether a process has not ended yet. It has not while any thread of it is left, although its first one may have
-/// ended: by pthread_exit(3), or since it is being killed and the others take longer.
+/// Whether a process has not ended yet. It lives while any of its threads does: the first thread may have ended by
+/// pthread_exit(3), or the process is being killed and the other threads take longer to end.
 pub fn lives(process: u32) -> bool {
     first_thread_lives(process) || status(process, "Threads").is_some_and(|left| left.parse().is_ok_and(|left: u32| left > 1))
 }
 
-/// Whether the first thread of a process has not ended yet. Without it /proc shows none of the process's files.
+/// Whether the first thread of a process has not ended yet. Once it has, /proc shows none of the process's descriptors.
 pub fn first_thread_lives(process: u32) -> bool {
     status(process, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
 }
 
-/// Whether the first thread of a process can do anything still: it has not ended, and is not ending. One that ends
-/// gives up its memory first, and then closes what descriptors it has, for which it may have to wait.
+/// Whether the first thread of a process can still run program code: it has not ended, and is not ending. A thread that
+/// is ending gives up its memory first and then closes its descriptors, which may take long.
 pub fn first_thread_runs(process: u32) -> bool {
     first_thread_lives(process) && status(process, "VmSize").is_some()
 }
@@ -602,8 +606,8 @@ pub fn users(process: u32) -> Option<[u32; 4]> {
     users.try_into().ok()
 }
 
-/// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there
-/// is none: 0.
+/// A number that tells a process from a later process with the same process number; None if it has ended. 0 before
+/// Linux 6.9, which has no such number.
 pub fn identity(process: u32) -> Option<u64> {
     const PID_FS_MAGIC: rustix::fs::FsWord = 0x5049_4446;
     let process = open_process(process).ok()?;
@@ -628,7 +632,7 @@ pub fn children(process: u32) -> Vec<u32> {
     children
 }
 
-/// All processes that this one may see.
+/// All processes that this process may see.
 pub fn all() -> Vec<u32> {
     listed().into_iter().map(|(process, _)| process).collect()
 }
@@ -657,7 +661,8 @@ pub fn take_signals(signals: &OwnedFd) {
 }
 
 /// A descriptor that becomes readable when one of these signals arrives. The signals are blocked, so they have no other
-/// effect. A SIGHUP that this process was started to ignore (`nohup`) stays ignored; blocked, it would arrive here.
+/// effect. If this process was started with SIGHUP ignored (`nohup`), that signal is left alone: once blocked, it would
+/// arrive at the descriptor.
 ///
 /// # Errors
 /// The failed system call's.
@@ -686,8 +691,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// While this lives no signal is delivered to the calling thread, except faults of its own: a signal handler could call
-/// into whatever the thread is in the middle of.
+/// While this lives no signal is delivered to the calling thread, except for its own faults: a signal handler could
+/// call functions that the thread is in the middle of.
 #[derive(Debug)]
 pub struct Undisturbed {
     before: libc::sigset_t,
@@ -731,7 +736,7 @@ pub fn end_on_broken_pipe() {
 mod tests {
     use super::*;
 
-    /// A device goes, and its thread with it: what that has used is not subtracted from what the others use.
+    /// When a device goes, its thread ends: the time that this thread has used is not subtracted from the sum.
     #[test]
     fn what_a_thread_has_used_counts_when_it_has_ended() {
         let mut one = std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().expect("a shell");
@@ -746,7 +751,7 @@ mod tests {
         assert_eq!(threads.nanos(), before);
     }
 
-    /// A program whose first thread has called pthread_exit(3) goes on.
+    /// A program whose first thread has called pthread_exit(3) still lives.
     #[test]
     fn a_process_lives_as_long_as_its_last_thread() {
         let program = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); \

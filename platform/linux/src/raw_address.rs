@@ -50,7 +50,7 @@ impl RawAddress {
     pub(crate) fn parse(storage: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
         match i32::from(storage.ss_family) {
             libc::AF_INET => {
-                // SAFETY: the family says that the storage contains this type.
+                // SAFETY: according to its family, the storage contains this type.
                 let raw = unsafe { &*(&raw const *storage).cast::<libc::sockaddr_in>() };
                 let ip = Ipv4Addr::from(raw.sin_addr.s_addr.to_ne_bytes());
                 Ok(SocketAddrV4::new(ip, u16::from_be(raw.sin_port)).into())

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-/// Most readings of other processes that wait.
+/// Most readings of other processes that may be unfinished at a time.
 const MOST_READING: usize = 1024;
-/// Those of one user's processes take one part in this many of what is free at most: 32 if no others wait, and fewer
-/// the more do. So it takes more than a hundred users to leave none for another.
+/// Readings of one user's processes take at most this part (1/32) of the free places: 32 places if no other readings
+/// run, and fewer the more run. So more than a hundred users are needed to leave no place for another user.
 const PART_OF_FREE: usize = 32;
 
-/// Whether a process may be read of whose user's `its` are being read, of `all`.
+/// Whether one more process of a user may be read, while `its` processes of this user are being read, and `all` in all.
 fn may_be_read(its: usize, all: usize) -> bool {
     its * PART_OF_FREE < MOST_READING.saturating_sub(all)
 }
@@ -19,8 +19,9 @@ fn may_be_read(its: usize, all: usize) -> bool {
 /// The processes whose entries are being read, each with its user, once that matters; None inside if it has ended.
 static READING: Mutex<BTreeMap<u32, Option<Option<u32>>>> = Mutex::new(BTreeMap::new());
 
-/// Enters a process, unless it is there, or too many are. While so few are that they might be one user's, nobody's user
-/// is looked up: all processes of a host are read one after another, again and again.
+/// Enters a process, unless it is entered already, or too many are. Users are looked up only when there are more
+/// entries than a single user may have: since all processes of a host are read again and again, each look-up would cost
+/// much.
 fn enter(reading: &mut BTreeMap<u32, Option<Option<u32>>>, process: u32, user_of: impl Fn(u32) -> Option<u32>) -> bool {
     let all = reading.len();
     if reading.contains_key(&process) {
@@ -46,8 +47,8 @@ fn enter(reading: &mut BTreeMap<u32, Option<Option<u32>>>, process: u32, user_of
 pub(crate) struct Reading(u32);
 
 impl Reading {
-    /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its
-    /// user, or at all.
+    /// None if an earlier reading of this process has not finished, or too many readings have not: of processes of the
+    /// same user, or in all.
     pub fn begin(process: u32) -> Option<Reading> {
         let mut reading = READING.lock().unwrap_or_else(PoisonError::into_inner);
         let real_user = |process| process::users(process).map(|users| users[0]);
@@ -61,10 +62,10 @@ impl Drop for Reading {
     }
 }
 
-/// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds
-/// up who reads the links of its descriptors, and stays there if it has a file that does not close. What has been read
-/// is sent to `to`. Returns whether the reading has begun: until it has come to its end nothing more is read of that
-/// process.
+/// Reads something about another process in a thread of its own, since that process may block the reader: a process in
+/// execve(2) blocks any reader of the links of its descriptors, and stays in execve(2) if it has a file that does not
+/// close. The result is sent to `to`. Returns whether the reading has begun: until it has finished, nothing else of
+/// that process is read.
 pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 'static, to: mpsc::Sender<T>) -> bool {
     let Some(reading) = Reading::begin(process) else { return false };
     let act = move || {
@@ -78,7 +79,8 @@ pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 
     std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok()
 }
 
-/// The same, and what has been read. None if that has not come to its end in this time; the thread goes on.
+/// As [`apart`], but waits for the result and returns it. None if the reading has not finished within `limit`; its
+/// thread goes on.
 pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (done, is_done) = mpsc::channel();
     apart(process, read, done).then(|| is_done.recv_timeout(limit).ok()).flatten()
@@ -88,7 +90,8 @@ pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnc
 mod tests {
     use super::*;
 
-    /// However many users' processes hold up who reads of them, as many as each may, one of another user's is read.
+    /// However many users' processes block their readers, each with as many as a user may have: a process of a further
+    /// user is still read.
     #[test]
     fn every_user_finds_a_reader() {
         let alone = (0..MOST_READING).take_while(|its| may_be_read(*its, *its)).count();
@@ -102,7 +105,8 @@ mod tests {
         assert!(!may_be_read(0, MOST_READING));
     }
 
-    /// Whose a process is costs a file of /proc to be read: that is done only where many hold up who reads of them.
+    /// To look up a process's user costs the reading of a file in /proc: so that is done only while many processes
+    /// block their readers.
     #[test]
     fn users_are_looked_up_only_when_that_matters() {
         let (mut reading, asked) = (BTreeMap::new(), std::cell::Cell::new(0));
@@ -112,14 +116,14 @@ mod tests {
         };
         assert!((0..31).all(|process| enter(&mut reading, process, user_of)) && asked.get() == 0);
         assert!(!enter(&mut reading, 7, user_of), "it is being read");
-        // As many as one user may have; another one may, too.
+        // As many as one user may have; a second user may have as many.
         assert!(enter(&mut reading, 31, user_of) && !enter(&mut reading, 32, user_of) && enter(&mut reading, 1000, user_of));
-        // Each of those that are being read is asked for once.
+        // The user of each process that is being read is looked up once.
         assert!(asked.get() <= 32 + 4, "{}", asked.get());
     }
 
-    /// Ctrl-C is delivered to any thread that does not block it. Those that read of other processes do, also the ones
-    /// that were there before this process waited for it with a descriptor.
+    /// Ctrl-C is delivered to any thread that does not block it. The threads that read about other processes block it,
+    /// also threads that were started before this process waited for the signal with a descriptor.
     #[test]
     fn a_thread_that_reads_of_another_process_takes_no_signal() {
         let mask = || std::fs::read_to_string("/proc/thread-self/status").ok();

@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Mutex;
 
-/// What a pipe with room for anything takes at once: PIPE_BUF of pipe(7), bytes.
+/// Bytes that a pipe takes at once if it has room for any: PIPE_BUF of pipe(7).
 const AT_ONCE: usize = 4096;
 
 /// Lines that may be written one after the other.
@@ -22,7 +22,7 @@ const PER_LINE: u64 = 50_000;
 
 /// How many lines may be written, and how many were not.
 struct Allowance {
-    /// When all of the burst is there again, microseconds of the monotonic clock.
+    /// When a whole burst may be written again, in microseconds of the monotonic clock.
     full_at: u64,
     left_out: u64,
 }
@@ -75,7 +75,7 @@ fn write(to: impl AsFd, text: &[u8]) {
 mod tests {
     use super::*;
 
-    /// A pipe that nobody reads does not hold the writer up.
+    /// A pipe that is not read does not block the writer.
     #[test]
     fn a_full_pipe_holds_nobody_up() {
         let (_reader, writer) = io::pipe().expect("a pipe");

@@ -43,7 +43,8 @@ fn accept(length: u32) -> libc::sock_filter {
     libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: length }
 }
 
-/// Accepts ARP from a host that has the address, or probes for it. Plain questions are the kernel's, however many come.
+/// A socket filter that accepts ARP frames of hosts that have the address or probe for it. Ordinary questions for the
+/// address do not pass: the kernel answers these, however many come.
 fn claims_by_arp(address: u32) -> Vec<libc::sock_filter> {
     vec![
         word(at::ARP_SENDER),
@@ -56,7 +57,8 @@ fn claims_by_arp(address: u32) -> Vec<libc::sock_filter> {
     ]
 }
 
-/// The same by neighbour discovery: an advertisement of the address, or a solicitation from no address.
+/// The same filter for neighbour discovery: it accepts an advertisement of the address, and a solicitation from the
+/// unspecified address.
 fn claims_by_discovery(address: [u8; 16]) -> Vec<libc::sock_filter> {
     const ICMPV6: u32 = 58;
     const ADVERTISEMENT: u32 = 136;
@@ -94,15 +96,16 @@ fn attach(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<(
     .map(|_| ())
 }
 
-/// Claims an address of a NIC's in this network namespace, by a socket with a name: it vanishes with the last process
-/// that has the descriptor. So an address that a Baton has left in the kernel can be told from one that another has.
+/// Claims an address of a NIC in this network namespace, by a socket with an abstract name: the claim vanishes with the
+/// last process that has the descriptor. So an address that an ended Baton has left in the kernel can be told from an
+/// address that a running one uses.
 ///
 /// # Errors
 /// `EADDRINUSE` if it is claimed.
 pub fn claim(address: IpAddr) -> io::Result<OwnedFd> {
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    // Anybody may send to a name: what came, descriptors too, would be closed with the socket. From here on nothing
-    // can.
+    // Any process may send to an abstract name, and descriptors that were sent would have to be closed with the socket.
+    // After this nothing can be sent to it.
     rustix::net::shutdown(&fd, Shutdown::Read)?;
     rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name_of_claim(address).as_bytes())?)?;
     Ok(fd)
@@ -112,7 +115,7 @@ fn name_of_claim(address: IpAddr) -> String {
     format!("baton-address-{address}")
 }
 
-/// What has become of an address of a NIC's that was to be removed from the kernel.
+/// The result of releasing a NIC's address, which was to be removed from the kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Released {
     /// It is removed.
@@ -131,7 +134,7 @@ const CLOSING: u32 = 60;
 /// # Errors
 /// The failed system call's.
 pub fn release(routes: &Netlink, diagnosis: &Netlink, interface: u32, address: IpAddr) -> io::Result<Released> {
-    // If it cannot be found out, nobody is taken to use it.
+    // If the sockets cannot be listed, the address counts as unused.
     match diagnosis::users_of(diagnosis, address).unwrap_or(Use::Nobody) {
         Use::Nobody => rtnetlink::delete_own_address(routes, interface, address).map(|()| Released::Removed),
         Use::Closing => rtnetlink::expire_own_address(routes, interface, address, CLOSING).map(|()| Released::Expires),
@@ -139,8 +142,8 @@ pub fn release(routes: &Netlink, diagnosis: &Netlink, interface: u32, address: I
     }
 }
 
-/// Joins the multicast group in which others ask for an IPv6 address (RFC 4862 section 5.4.2 wants that before the
-/// first probe). It lasts as long as the returned socket.
+/// Joins the multicast group to which other hosts send solicitations for an IPv6 address (RFC 4862 section 5.4.2
+/// demands that before the first probe). The membership lasts as long as the returned socket.
 ///
 /// # Errors
 /// The failed system call's.
@@ -200,7 +203,8 @@ mod tests {
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-    /// An address is claimed once, until the claim is dropped, and nobody can send anything to the claim.
+    /// An address can be claimed only once until the claim is dropped, and no process can send anything to the claim's
+    /// socket.
     #[test]
     fn a_claim_takes_nothing() {
         let address = IpAddr::from(std::process::id().to_be_bytes());
@@ -213,8 +217,8 @@ mod tests {
         assert!(super::claim(address).is_ok());
     }
 
-    /// What a program of loads, comparisons and returns makes of a frame, as the kernel runs it: a load beyond the end
-    /// refuses.
+    /// Runs a filter of loads, comparisons and returns on a frame as the kernel does: a load beyond the frame's end
+    /// refuses the frame.
     fn accepts(program: &[libc::sock_filter], frame: &[u8]) -> bool {
         let (mut at, mut value) = (0, 0);
         loop {

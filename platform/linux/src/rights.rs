@@ -5,16 +5,18 @@ use rustix::process::{DumpableBehavior, Gid, Signal, Uid, getppid, set_parent_pr
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::io;
 
-/// Ranges (first, count) of user ids that nobody has: between those of containers and those that some programs take for
-/// negative, and, where a container's namespace lacks these, those that systemd gives to services temporarily.
+/// Ranges (first, count) of user ids that are normally unused. The first lies between the ids of containers and those
+/// that some programs take for negative numbers. The second, for containers whose namespace lacks the first, is the
+/// range that systemd gives to services temporarily.
 const FREE_USERS: [(u32, u32); 2] = [(0x7000_0000, 0x1000_0000), (61_184, 4_336)];
 
 /// The user of a process after [`give_up_user`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum User {
-    /// This one, which no other process has. (`nobody` has many processes, and each may send the others signals.)
+    /// A user of its own, which no other process has. (`nobody` has many processes, and each may send signals to the
+    /// others.)
     Own(u32),
-    /// The same as before: it may not change, or its namespace has no other.
+    /// The user as before: the process may not change it, or its namespace has no other user.
     Same(u32),
 }
 
@@ -28,7 +30,7 @@ pub fn give_up_user(tied: bool) -> io::Result<User> {
     process::random(&mut random)?;
     let random = u32::from_ne_bytes(random);
     let parent = getppid();
-    // It may fail: a namespace can forbid it, and then there are no groups to give up.
+    // This may fail: a namespace can forbid it, and then the process has no supplementary groups to give up.
     let _ = set_thread_groups(&[]);
     let changed = FREE_USERS.into_iter().map(|(first, count)| first + random % count).find(|user| {
         let (user, group) = (Uid::from_raw(*user), Gid::from_raw(*user));

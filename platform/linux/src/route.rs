@@ -33,7 +33,7 @@ const RTAX_MTU: u16 = 2;
 
 const IPPROTO_TCP: u8 = 6;
 
-/// Properties of a socket that count when its packets are routed, besides the addresses.
+/// Properties of a socket, besides its addresses, on which the route of its packets depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Routing {
     /// SO_MARK.
@@ -46,7 +46,8 @@ pub struct Routing {
     pub class: u8,
     /// IPv6 flow label, with the class bits in front, as a number in network order.
     pub flow_label: u32,
-    /// IPV6_AUTOFLOWLABEL: without a label of its own the connection has one that is made from its addresses and ports.
+    /// IPV6_AUTOFLOWLABEL: a connection without a flow label of its own gets one that is computed from its addresses
+    /// and ports.
     pub labels_itself: bool,
     /// SO_DONTROUTE: only peers on the link can be reached.
     pub on_link: bool,
@@ -91,7 +92,8 @@ pub struct Route {
     pub gateway: Option<IpAddr>,
     /// The source address that it prefers.
     pub source: Option<IpAddr>,
-    /// Path MTU in bytes of IP packet, if the route or one of its exceptions has one; otherwise the device's counts.
+    /// Path MTU in bytes of an IP packet, if the route or one of its exceptions has one; otherwise the device's MTU
+    /// counts.
     pub mtu: Option<u32>,
     /// Packets get another header on this route (MPLS, segment routing, …).
     pub encapsulated: bool,
@@ -142,7 +144,7 @@ fn ask(netlink: &Netlink, request: Request) -> io::Result<Route> {
             match attribute {
                 RTA_OIF => route.interface = word(value).unwrap_or(0),
                 RTA_GATEWAY => route.gateway = parse(value),
-                // The address's family comes first.
+                // The attribute begins with the address's family.
                 RTA_VIA => route.gateway = value.get(2..).and_then(parse),
                 RTA_PREFSRC => route.source = parse(value),
                 RTA_METRICS => {
@@ -159,7 +161,7 @@ fn ask(netlink: &Netlink, request: Request) -> io::Result<Route> {
     if kind == 1 || kind == 2 { Ok(route) } else { Err(io::Error::from_raw_os_error(libc::ENETUNREACH)) }
 }
 
-/// Looks up the route to an address, whatever the source.
+/// Looks up the route to an address, for any source address.
 ///
 /// # Errors
 /// `ENETUNREACH` or `EHOSTUNREACH` without a route.
@@ -167,7 +169,7 @@ pub fn to(netlink: &Netlink, address: IpAddr) -> io::Result<Route> {
     ask(netlink, request(None, SocketAddr::new(address, 0), &Routing::default(), 0))
 }
 
-/// Whether an address is one of this host's.
+/// Whether an address belongs to this host.
 ///
 /// # Errors
 /// The failed system call's.

@@ -37,7 +37,7 @@ pub(crate) fn word(value: &[u8]) -> Option<u32> {
     Some(u32::from_ne_bytes(value.try_into().ok()?))
 }
 
-/// The link address of a neighbour; None unless the kernel has one that it would use.
+/// The link address of a neighbour; None if the kernel has none that it would use.
 ///
 /// # Errors
 /// The failed system call's.
@@ -79,21 +79,21 @@ pub struct LinkInfo {
     pub kind: u16,
     /// Whether it is up.
     pub up: bool,
-    /// Whether the other end is there, too: a cable is plugged in, or a veth's peer is up.
+    /// Whether the link has a carrier: a cable is plugged in, or a veth's peer is up.
     pub carrier: bool,
     /// The device above it (its master).
     pub master: Master,
-    /// It is a VRF device (or another that has a routing table of its own).
+    /// The link is a VRF device (or another device that has a routing table of its own).
     pub vrf: bool,
-    /// What is at the other end, if that is software.
+    /// The kind of the link's other end, if that is software.
     pub wire: Wire,
 }
 
 /// Linux's flag of a link that has a carrier (`libc` has no name for it).
 const IFF_LOWER_UP: u32 = 1 << 16;
 
-/// What is at the other end of a link. From software frames come as it has made them: large ones uncut, and without
-/// checksums.
+/// The kind of a link's other end. Software hands over its frames as it has made them: large frames uncut, and
+/// checksums not computed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wire {
     /// Another link, of a veth pair.
@@ -160,7 +160,7 @@ pub fn name_of(netlink: &Netlink, index: u32) -> io::Result<String> {
     name.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
 }
 
-/// Gives a link an alias: a text that `ip link` shows, and that only who may change links can set.
+/// Gives a link an alias: a text that `ip link` shows, and that only a user with the right to change links can set.
 ///
 /// # Errors
 /// The failed system call's.
@@ -199,7 +199,7 @@ fn ask_for_link(netlink: &Netlink, request: Request) -> io::Result<LinkInfo> {
     info.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
 }
 
-/// Makes a link take what is sent by it at once, without a queue of the kernel's in front of it.
+/// Makes a link take frames at once when they are sent, without a queue of the kernel's in front of it.
 ///
 /// # Errors
 /// The failed system call's.
@@ -281,7 +281,8 @@ fn ipv6_mtu(families: &[u8]) -> Option<u32> {
     word(settings.get(4 * MTU..4 * MTU + 4)?)
 }
 
-/// Whether a traffic control filter judges what comes in at a link. Programs attached by Baton (tcx) do not count.
+/// Whether a traffic control filter judges incoming frames at a link. Programs that Baton has attached (tcx) do not
+/// count.
 ///
 /// # Errors
 /// The failed system call's.
@@ -315,8 +316,8 @@ pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
     Ok(found)
 }
 
-/// The addresses of all links, without those of the loopback network and IPv6's link-local ones, which are valid on one
-/// link only.
+/// The addresses of all links. Left out are addresses of the loopback network, and IPv6 link-local addresses, which are
+/// valid on one link only.
 ///
 /// # Errors
 /// The failed system call's.
@@ -327,7 +328,7 @@ pub fn addresses(netlink: &Netlink) -> io::Result<Vec<IpAddr>> {
     Ok(found)
 }
 
-/// The same addresses, each with the index of its link.
+/// The addresses of [`addresses`], each with the index of its link.
 ///
 /// # Errors
 /// The failed system call's.
@@ -354,7 +355,7 @@ pub fn reverse_path_filters(netlink: &Netlink) -> io::Result<Vec<(u32, u32)>> {
     const RTM_GETNETCONF: u16 = 82;
     const INDEX: u16 = 1;
     const FILTER: u16 = 3;
-    /// The index that stands for all links, whose setting counts where it is larger.
+    /// The index that stands for all links: a link's setting is the larger one of its own and this one's.
     const ALL: u32 = -1i32 as u32;
     let mut filters = Vec::new();
     netlink.ask(Request::new(RTM_GETNETCONF, DUMP, &[libc::AF_INET as u8, 0, 0, 0]), |body| {
@@ -391,7 +392,7 @@ pub fn set_up(netlink: &Netlink, index: u32, address: Option<[u8; 6]>, mtu: Opti
 /// # Errors
 /// The failed system call's.
 pub fn set_down(netlink: &Netlink, index: u32) -> io::Result<()> {
-    /// The flag IFF_UP, alone among those that change, and not set.
+    /// The flag IFF_UP, as the only flag to be changed, cleared.
     const UP: u32 = 1;
     let mut header = [0u8; 16];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
@@ -431,8 +432,8 @@ pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -
     netlink.ask(address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, prefix), |_| {})
 }
 
-/// Adds an address that is Baton's to a link: this host only, so no route to others comes with it, and no source of
-/// packets whose sockets name none, as a deprecated address. IPv6 does not probe for it.
+/// Adds an address of Baton's to a link. Its prefix is this host only, so no route to other hosts comes with it. It is
+/// deprecated, so the kernel does not choose it as the source for sockets that name none. IPv6 does not probe for it.
 ///
 /// # Errors
 /// The failed system call's.
@@ -513,7 +514,8 @@ pub fn set_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_addres
     put_neighbour(netlink, index, address, link_address, PERMANENT)
 }
 
-/// Sets the link address of a neighbour from which a packet has come. The kernel uses it, and checks it when it does.
+/// Sets the link address of a neighbour from which a packet has come. The kernel verifies the address when it first
+/// uses it.
 ///
 /// # Errors
 /// The failed system call's.

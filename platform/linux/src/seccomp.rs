@@ -1,6 +1,6 @@
-//! Filters of system calls (seccomp): how many this process has, and whether they let through what a program under
-//! Baton needs. That is a fixed list, [`CALLS`], of calls which the default profiles of Docker and podman and systemd's
-//! `@system-service` allow.
+//! Filters of system calls (seccomp): how many this process has, and whether they allow the calls that a program under
+//! Baton needs. These calls are a fixed list, [`CALLS`]; the default profiles of Docker and podman and systemd's
+//! `@system-service` allow all of them.
 
 use crate::socket::check;
 use std::io;
@@ -11,7 +11,7 @@ struct Call {
     name: &'static str,
     number: libc::c_long,
     arguments: [u64; 6],
-    /// What it fails with then; 0 if it succeeds.
+    /// The error with which the call fails if no filter stops it; 0 if it succeeds.
     error: i32,
 }
 
@@ -98,15 +98,15 @@ const CALLS: &[Call] = calls! {
     getrandom = SYS_getrandom() -> 0;
 };
 
-/// Number of filters that this process has. None if /proc does not say so. Makes no system calls that the dynamic
-/// linker does not make, since a filter may kill for any other.
+/// Number of filters that this process has. None if /proc does not tell. Makes only system calls that the dynamic
+/// linker makes, too, since a filter may kill the process for any other call.
 pub fn filters() -> Option<u32> {
     // SAFETY: the path is NUL-terminated.
     let fd = unsafe { libc::open(c"/proc/self/status".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
     if fd < 0 {
         return None;
     }
-    // SAFETY: `fd` was just opened, and nobody else has it.
+    // SAFETY: `fd` was just opened here, and no one else uses it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let (mut text, mut length) = ([0u8; 4096], 0);
     while length < text.len() {
@@ -128,10 +128,10 @@ fn count(status: &str) -> Option<u32> {
 /// Tries each call of the list in a process of its own.
 ///
 /// # Errors
-/// With the name of the first one that this process's filters do not allow; "fork" if there can be no other process.
+/// The name of the first call that this process's filters do not allow; "fork" if no other process can be started.
 pub fn try_calls() -> Result<(), &'static str> {
     let mut ends = [0; 2];
-    // SAFETY: `ends` has room for two descriptors, which nobody else has. The child makes system calls only.
+    // SAFETY: `ends` has room for two descriptors, which no other code uses. The child makes system calls only.
     let (reader, child) = unsafe {
         if check(libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC)).is_err() {
             return Err("pipe2");
@@ -191,10 +191,10 @@ pub struct Instruction {
     pub k: u32,
 }
 
-/// Whether a filter allows every call of the list.
+/// Checks that a filter allows every call of the list.
 ///
 /// # Errors
-/// With the name of the first one that it does not allow.
+/// The name of the first call that the filter does not allow.
 pub fn judge(filter: &[Instruction]) -> Result<(), &'static str> {
     match CALLS.iter().find(|call| run(filter, &data(call)) != Some(libc::SECCOMP_RET_ALLOW)) {
         Some(refused) => Err(refused.name),
@@ -218,7 +218,8 @@ fn data(call: &Call) -> [u32; 16] {
     words
 }
 
-/// What a filter returns (Linux, seccomp_check_filter lists what it may contain). None if the kernel would not take it.
+/// The verdict that a filter returns for a call. None if the kernel would not accept the filter (seccomp_check_filter
+/// in Linux lists the allowed instructions).
 fn run(filter: &[Instruction], data: &[u32; 16]) -> Option<u32> {
     let (mut at, mut a, mut x, mut memory) = (0usize, 0u32, 0u32, [0u32; 16]);
     loop {
@@ -273,7 +274,7 @@ mod tests {
         Instruction { code, jt, jf, k }
     }
 
-    /// Allows what the list has, without the calls of these names.
+    /// A filter that allows the calls of the list except those with these names.
     fn without(names: &[&str]) -> Vec<Instruction> {
         let mut filter = vec![one(0x20, 0, 0, 0)];
         for call in CALLS.iter().filter(|call| !names.contains(&call.name)) {
@@ -290,7 +291,7 @@ mod tests {
         assert_eq!(judge(&[]), Err("write"), "no filter at all");
     }
 
-    /// A filter that looks at arguments: no Unix sockets (systemd's RestrictAddressFamilies=).
+    /// A filter that checks arguments: it refuses Unix sockets (systemd's RestrictAddressFamilies=).
     #[test]
     fn arguments_count() {
         let filter = [
@@ -311,7 +312,7 @@ mod tests {
         assert!(filters().is_some());
     }
 
-    /// Each call does what it says with its arguments.
+    /// With its arguments, each call of the list has the result that the list gives.
     #[test]
     fn without_a_filter_every_call_is_allowed() {
         assert_eq!(try_calls(), Ok(()));

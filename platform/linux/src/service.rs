@@ -1,4 +1,4 @@
-//! What a service tells the service manager that has started it (systemd's sd_notify protocol).
+//! Messages of a service to the service manager that has started it (systemd's sd_notify protocol).
 
 use std::ffi::OsStr;
 use std::io;

@@ -1,5 +1,5 @@
-//! What a process is started with: settings, behind the version of the protocol in which they and all that follows are
-//! written.
+//! The settings that a newly started process gets. In front of them is the version of the protocol, which holds for the
+//! settings and all later messages.
 
 use crate::control::Channel;
 use serde::Serialize;

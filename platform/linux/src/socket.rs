@@ -118,8 +118,8 @@ fn ip_address(address: SocketAddrAny) -> io::Result<SocketAddr> {
     SocketAddr::try_from(address).map(swap_flow_info).map_err(|_| not_ip())
 }
 
-/// Translates between std's IPv6 addresses, whose flow information is in network order, and rustix's, which have it in
-/// the host's.
+/// Translates between std's IPv6 addresses, whose flow information is in network order, and rustix's, whose flow
+/// information is in host order.
 fn swap_flow_info(mut address: SocketAddr) -> SocketAddr {
     if let SocketAddr::V6(v6) = &mut address {
         v6.set_flowinfo(v6.flowinfo().to_be());
@@ -177,14 +177,14 @@ pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Resets a connection and its peer. The next call fails with ECONNRESET, as after a reset by the peer; later ones
-/// return the end of the stream.
+/// Resets a connection, and sends the peer a reset. The program's next call fails with ECONNRESET, as after a reset by
+/// the peer; later calls return the end of the stream.
 ///
 /// # Errors
 /// The failed system call's.
 pub fn reset(fd: BorrowedFd<'_>) -> io::Result<()> {
     rustix::net::connect_unspec(fd)?;
-    // The kernel says that it has no peer any more, but shuts both directions down nevertheless.
+    // The kernel returns an error, since the socket has no peer any more, but shuts both directions down nevertheless.
     let _ = rustix::net::shutdown(fd, Shutdown::Both);
     Ok(())
 }
@@ -217,7 +217,7 @@ impl<'a> Pieces<'a> {
         self.pieces[0].1 + self.pieces[1].1
     }
 
-    /// What remains after the first `count` bytes.
+    /// The pieces that remain after the first `count` bytes.
     pub fn skip(&self, count: usize) -> Pieces<'a> {
         let mut left = count;
         let pieces = self.pieces.map(|(start, length)| {
@@ -243,7 +243,7 @@ impl<'a> Pieces<'a> {
     pub fn write(&self, bytes: &[u8]) {
         let (first, second) = bytes.split_at(bytes.len().min(self.pieces[0].1));
         for ((start, room), bytes) in self.pieces.into_iter().zip([first, second]) {
-            // SAFETY: the piece lies in a mapped region, to whose bytes nobody holds references.
+            // SAFETY: the piece lies in a mapped region, to whose bytes no references exist.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len().min(room)) };
         }
     }
@@ -279,7 +279,7 @@ pub fn send_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::R
 pub fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::Result<usize> {
     let mut vectors = pieces.vectors();
     // SAFETY: the pieces lie in a mapped region, which their lifetime keeps mapped; the vectors live through the call.
-    // Nobody holds references into shared memory, only atomics and copies.
+    // No references into shared memory exist, only atomics and copies.
     check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message(&mut vectors), flags) })
 }
 
@@ -308,7 +308,7 @@ pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(rustix::net::shutdown(fd, Shutdown::Write)?)
 }
 
-/// Shuts the receiving side down: what is received already can be read, then the end of the stream.
+/// Shuts the receiving side down: bytes that have been received can still be read, then comes the end of the stream.
 ///
 /// # Errors
 /// The failed system call's.
@@ -316,15 +316,15 @@ pub fn shutdown_read(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(rustix::net::shutdown(fd, Shutdown::Read)?)
 }
 
-/// Makes sends to a Unix socket fail if they bring descriptors; those that connect to a listener have it from that. On
-/// Linux before 6.16 nothing can: there whoever reads from the socket, or closes it, closes what was sent. Returns
-/// whether this kernel can.
+/// Makes sends to a Unix socket fail if they bring descriptors; connections that a listener accepts inherit this. Linux
+/// before 6.16 cannot do it: there the process that reads from the socket, or closes it, has to close the descriptors
+/// that were sent. Returns whether this kernel can.
 pub fn refuse_descriptors(fd: BorrowedFd<'_>) -> bool {
     const SO_PASSRIGHTS: i32 = 83;
     set(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, 0).is_ok()
 }
 
-/// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
+/// Makes a socket use CUBIC, whatever the host's default is, so that comparisons are fair.
 ///
 /// # Errors
 /// The failed system call's.
@@ -401,7 +401,8 @@ pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(fstat(fd)?.st_uid)
 }
 
-/// User id of the process at the other end of a Unix socket, from the kernel: that which has connected or listened.
+/// User id of the process at the other end of a Unix socket, from the kernel: of the process that has connected or
+/// listened.
 ///
 /// # Errors
 /// The failed system call's.

@@ -1,10 +1,10 @@
 //! Starts processes of Baton's from a process that holds other users' descriptors.
 //!
 //! A new process gets a copy of the table of descriptors of the thread that starts it, and closes what is not meant for
-//! it when it executes its program. Closing even a copy may wait for whoever is behind it: a FUSE server that is asked
-//! to flush its file, a socket that lingers. So the thread here, which has a table of its own that never holds such a
-//! descriptor, starts them. It gets what the new process is to have by a socket. The process that makes a socket in
-//! another control group, and executes no program, is started by it as well.
+//! it when it executes its program. Closing even a copy may block: a FUSE server is asked to flush its file, a socket
+//! lingers. So the thread here starts all processes: its own table never holds a descriptor of another user. It gets
+//! the descriptors for the new process by a socket. It also starts the process that makes a socket in another control
+//! group and executes no program.
 
 use crate::cgroup_socket;
 use crate::control::{Channel, MAX_DESCRIPTORS};
@@ -21,7 +21,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 
-/// What is to be done.
+/// What the thread is to do.
 #[derive(Serialize, Deserialize)]
 enum Order {
     /// Start this program. Its descriptors come with the order and with as many further messages as they need.
@@ -112,11 +112,11 @@ impl Starter {
 fn take_own_table(channel: i32) -> io::Result<Channel> {
     const FIRST: u32 = process::FIRST_DESCRIPTOR as u32;
     let close = |first: u32, last: u32, flags: u32| {
-        // SAFETY: the call takes no pointers. What it closes are copies in this thread's own table, which nobody owns.
+        // SAFETY: the call takes no pointers. It closes copies in this thread's own table, which no Rust value owns.
         check(unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) } as i32)
     };
-    // Nothing has the number from which on this would close something: the table is copied whole. In containers this is
-    // allowed where unshare(2) is not.
+    // No descriptor has so high a number, so this closes nothing and copies the whole table. Containers allow this call
+    // where they forbid unshare(2).
     close(u32::MAX, u32::MAX, libc::CLOSE_RANGE_UNSHARE)?;
     let channel = channel as u32;
     if channel > FIRST {
@@ -128,8 +128,8 @@ fn take_own_table(channel: i32) -> io::Result<Channel> {
 }
 
 /// A command that runs this program's own file once more: by its path, or, if that file has been replaced or removed
-/// since this process was started (an upgrade), by the kernel's link to it. So all processes of a Baton are of one
-/// version, and one that dies is replaced while a package manager is at work.
+/// since this process was started (an upgrade), by the kernel's link to it. So all processes of one Baton have the same
+/// version, and a process that dies can be replaced even while a package manager is at work.
 ///
 /// # Errors
 /// If /proc is not there.
@@ -142,13 +142,13 @@ pub fn own_command() -> io::Result<Command> {
         return Ok(Command::new(path));
     }
     let mut command = Command::new(RUNNING);
-    // What lists of processes show. The kernel marks the path of a file that is gone.
+    // The name that lists of processes show. The kernel appends " (deleted)" to the path of a removed file.
     let path = path.as_os_str().as_bytes();
     command.arg0(OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path)));
     Ok(command)
 }
 
-/// Does what the next order says. None if nobody gives any more.
+/// Carries out the next order. None if no more orders will come.
 fn serve(orders: &Channel, started: &mpsc::Sender<io::Result<Child>>) -> Option<()> {
     let (order, mut descriptors) = orders.receive::<Order>().ok()?;
     match order {
@@ -166,13 +166,13 @@ fn serve(orders: &Channel, started: &mpsc::Sender<io::Result<Child>>) -> Option<
     }
 }
 
-/// Answers [`Order::Socket`]. None if nobody gives orders any more.
+/// Answers [`Order::Socket`]. None if no more orders will come.
 fn answer(orders: &Channel, made: &io::Result<OwnedFd>) -> Option<()> {
     let number = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO);
     let failed: Made = made.as_ref().err().map(number);
     let socket: Vec<BorrowedFd<'_>> = made.iter().map(AsFd::as_fd).collect();
-    // Linux limits how many descriptors of a user are on their way, and programs of the same user's count, too. With
-    // this thread all processes that are tied to it would end.
+    // Linux limits a user's descriptors in flight, and descriptors that other programs of this user send count, too. So
+    // a send may fail; the thread must not end because of that, since all processes that are tied to it would end.
     let sent = orders.send(&failed, &socket);
     sent.or_else(|error| orders.send(&Made::Some(number(&error)), &[])).ok()
 }
@@ -195,10 +195,10 @@ mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd;
 
-    /// Set where a test runs alone.
+    /// Set in a process that runs one test alone.
     const ALONE: &str = "BATON_TEST_RUNS_ALONE";
 
-    /// Whether this is the process in which a test runs alone. If not, that is started, and the test has to pass there.
+    /// Whether this process runs the test alone. If not, starts such a process, in which the test has to pass.
     fn is_alone(test: &str) -> bool {
         if std::env::var_os(ALONE).is_some() {
             return true;
@@ -210,7 +210,7 @@ mod tests {
         false
     }
 
-    /// More descriptors than a message can have. Alone, since the starter has them for a moment.
+    /// More descriptors than one message can carry. Runs alone, since the starter has all of them for a moment.
     #[test]
     fn a_process_gets_many_descriptors() {
         if !is_alone("a_process_gets_many_descriptors") {
@@ -222,9 +222,9 @@ mod tests {
         assert!(started.expect("a process").wait().expect("its end").success());
     }
 
-    /// A user's programs have more descriptors on their way than Linux lets one without capabilities exceed: whoever
-    /// waits for a socket is told that it cannot be sent, and the thread goes on. Alone, since the limit is the
-    /// process's.
+    /// A user's programs have more descriptors in flight than Linux allows a user without capabilities: the caller that
+    /// waits for a socket gets an error, and the thread goes on. Runs alone, since the limit holds for the whole
+    /// process.
     #[test]
     fn a_socket_that_cannot_be_sent_ends_nothing() {
         const LIMIT: usize = 100;

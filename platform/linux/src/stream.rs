@@ -1,4 +1,4 @@
-//! TCP connections that are never waited for: each call moves what the kernel has, or has room for, and returns.
+//! TCP connections whose calls never wait: each call moves the bytes that the kernel has, or has room for, and returns.
 
 use crate::socket::set;
 use rustix::io::Errno;
@@ -16,7 +16,7 @@ const PATIENCE: i32 = 3000;
 #[derive(Debug)]
 pub struct Listener(TcpListener);
 
-/// What an attempt to read or write came to.
+/// The result of an attempt to read or write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Moved {
     /// So many bytes, at least one.
@@ -28,7 +28,7 @@ pub enum Moved {
 }
 
 impl Listener {
-    /// Listens at `address`; if its port is taken, at another one.
+    /// Listens at `address`, or, if its port is taken, at another port.
     ///
     /// # Errors
     /// The failed system call's.
@@ -58,9 +58,9 @@ impl Listener {
         Ok(self.0.local_addr()?.ip())
     }
 
-    /// The next connection that waits, and the address that it comes from.
+    /// The next connection that waits to be accepted, and its peer's address.
     pub fn accept(&self) -> Option<(Stream, SocketAddr)> {
-        // An error is that of one connection, or passes.
+        // An error concerns one connection only, or is temporary.
         let (socket, from) = self.0.accept().ok()?;
         socket.set_nonblocking(true).ok()?;
         Some((Stream(socket.into()), from))
@@ -99,7 +99,7 @@ impl Stream {
         }
     }
 
-    /// Writes from two buffers, one behind the other. A connection that is being made takes nothing.
+    /// Writes from two buffers, one after the other. A connection that is still being established takes no bytes.
     pub fn write(&self, first: &[u8], second: &[u8]) -> Moved {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let vectors = [IoSlice::new(first), IoSlice::new(second)];
@@ -120,7 +120,7 @@ impl Stream {
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 
-    /// Reads what has come into `out`, which is not empty.
+    /// Reads bytes that have come into `out`, which must not be empty.
     pub fn read(&self, out: &mut [u8]) -> Moved {
         loop {
             match rustix::net::recv(&self.0, &mut *out, RecvFlags::DONTWAIT) {

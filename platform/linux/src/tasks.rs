@@ -1,8 +1,8 @@
-//! What other processes' threads do, from /proc.
+//! What the threads of other processes are doing, from /proc.
 
 use std::fmt::Write;
 
-/// What a process or a thread does.
+/// What a process or a thread is doing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Activity {
     /// It runs, or could.
@@ -21,7 +21,7 @@ fn read(process: u32, thread: u32, file: &str) -> Option<String> {
     std::fs::read_to_string(format!("/proc/{process}/task/{thread}/{file}")).ok()
 }
 
-/// What a thread of a process does. The first thread has the process's number.
+/// What a thread of a process is doing. The first thread's number is the process's.
 pub fn activity(process: u32, thread: u32) -> Activity {
     let status = read(process, thread, "status").unwrap_or_default();
     let state = status.lines().find_map(|line| line.strip_prefix("State:")).map(str::trim);
@@ -46,7 +46,8 @@ pub fn is_traced(process: u32) -> bool {
     status.lines().any(|line| line.strip_prefix("TracerPid:").is_some_and(|tracer| tracer.trim() != "0"))
 }
 
-/// Whether a process has the same process numbers as this one.
+/// Whether a process is in the same process namespace as this one, so that the same numbers stand for the same
+/// processes.
 pub fn shares_numbers(process: u32) -> bool {
     let namespace = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/pid")).ok();
     namespace("self").is_some_and(|ours| namespace(&process.to_string()) == Some(ours))

@@ -2,14 +2,14 @@
 
 use std::os::fd::AsFd;
 
-/// Columns of a terminal. None if the descriptor is of something else, or of a terminal that does not say.
+/// Columns of a terminal. None if the descriptor is no terminal's, or the terminal does not tell.
 pub fn columns(fd: impl AsFd) -> Option<usize> {
     let size = rustix::termios::tcgetwinsize(fd).ok()?;
     (size.ws_col > 0).then_some(usize::from(size.ws_col))
 }
 
-/// The text with control characters escaped, and those that change the direction of writing: a terminal would act on
-/// them, or show something else than what is there.
+/// The text with control characters, and characters that change the direction of writing, escaped: a terminal would act
+/// on them, or show a text that differs from the actual one.
 pub fn plain(text: &str) -> String {
     let acts =
         |c: char| c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

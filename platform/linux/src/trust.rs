@@ -1,10 +1,10 @@
-//! Whether the process that listens at a path may be believed: programs send it their descriptors, and use memory that
+//! Whether the process that listens at a path may be trusted: programs send it their descriptors, and use memory that
 //! it shares with them.
 //!
-//! It must be root's or this process's own user's: the kernel says whose it is (SO_PEERCRED), whatever the path and
-//! whoever could make it. In a user namespace the users outside of it, the host's root too, are all shown as one
-//! (65534, the overflow user). There the path decides: it must lead through directories that nobody in the namespace
-//! can write, or through a mount that only its root could make.
+//! It must belong to root or to this process's own user: the kernel tells its user (SO_PEERCRED), whatever the path and
+//! whichever user could create it. In a user namespace the users outside of it, the host's root too, are all shown as
+//! one (65534, the overflow user). There the path decides: it must lead through directories that no user in the
+//! namespace can write, or through a mount that only the namespace's root could make.
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use std::io;
@@ -12,15 +12,16 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Whom this process believes beside root: [`believe`]. The kernel has no user of this number.
+/// The user that this process trusts beside root, set by [`believe`]; initially NOBODY, a number that the kernel gives
+/// to no user.
 static BELIEVED: AtomicU32 = AtomicU32::new(NOBODY);
 const NOBODY: u32 = u32::MAX;
 
-/// Mode bits: others or the group may write; entries can be removed by their owners only.
+/// Mode bits: the group or others may write; only owners may remove entries.
 const OTHERS_WRITE: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// What a component of a path says about who could put it there.
+/// The attributes of a path's component that show which users could have put it there.
 #[derive(Clone, Copy, Debug)]
 struct Component {
     owner: u32,
@@ -29,8 +30,8 @@ struct Component {
     mount: bool,
 }
 
-/// From now on this process believes listeners of this user and of root only, whatever its own user becomes: others may
-/// have that, too.
+/// From now on this process trusts only listeners of this user and of root, even if its own user changes later: other
+/// programs may run as that later user, too.
 pub fn believe(user: u32) {
     BELIEVED.store(user, Ordering::Relaxed);
 }
@@ -44,8 +45,7 @@ fn believes(believed: u32, own: u32, peer: u32) -> bool {
     peer == 0 || peer == if believed == NOBODY { own } else { believed }
 }
 
-/// Checks that a path is a directory into which, and in the place of which, nobody but root and this user can put
-/// anything.
+/// Checks that a path is a directory that only root and this user can write to or replace.
 ///
 /// # Errors
 /// If the path cannot be read, or is no such directory.
@@ -83,8 +83,8 @@ fn overflow_user() -> io::Result<u32> {
     std::fs::read_to_string("/proc/sys/kernel/overflowuid")?.trim().parse().map_err(io::Error::other)
 }
 
-/// The canonical path of a socket whose listener is of a user outside of this user namespace, if the path shows that
-/// whoever put it there may be believed. None if `peer` is not shown as such a user.
+/// The canonical path of a socket whose listener's user is outside of this user namespace, if the path shows that a
+/// trusted user put it there. None if `peer` is not the number by which outside users are shown.
 ///
 /// # Errors
 /// If the path cannot be read.
@@ -111,10 +111,11 @@ fn is_inside_of_another(map: &str) -> bool {
     map.split_whitespace().collect::<Vec<_>>() != ["0", "0", "4294967295"]
 }
 
-/// Whether the components of a path from the root to a socket can have been put there by somebody outside of the
-/// namespace only, or by its root or this user (`own`), who may name whom they like.
+/// Whether the components of a path, from the root to a socket, can have been put there only by users outside of the
+/// namespace, by its root or by this user (`own`). Root and this user may choose any listener.
 fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow: u32) -> bool {
-    // In a directory that everybody can write only what is root's, or our own, is not anybody's.
+    // In a directory that every user can write, only entries of root or of this user are certain not to come from
+    // another user.
     let mut shared = false;
     let mut last = None;
     for component in components {
@@ -123,7 +124,7 @@ fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow
         if !known && !outside {
             return false;
         }
-        // A socket may be written by whoever is to connect.
+        // A socket may be writable for other users: they need that to connect.
         if let Some(Component { mode, .. }) = last.replace(component)
             && mode & OTHERS_WRITE != 0
             && mode & STICKY == 0
@@ -140,7 +141,7 @@ fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow
 mod tests {
     use super::*;
 
-    /// A program that becomes `nobody` shares that user with others.
+    /// A program that changes its user to `nobody` shares that user with other programs.
     #[test]
     fn who_is_believed_does_not_change_with_the_user() {
         assert!(believes(NOBODY, 1000, 1000) && believes(NOBODY, 1000, 0) && !believes(NOBODY, 1000, 1001));

@@ -16,8 +16,8 @@ const BLOCK: u8 = 1;
 const IPPROTO_TCP: u8 = 6;
 const IPPROTO_UDP: u8 = 17;
 
-/// Directions of policies (XFRM_POLICY_IN, XFRM_POLICY_OUT, XFRM_POLICY_FWD). Those of single sockets are these plus
-/// [`OF_SOCKET`].
+/// Directions of policies (XFRM_POLICY_IN, XFRM_POLICY_OUT, XFRM_POLICY_FWD). For policies of single sockets,
+/// [`OF_SOCKET`] is added.
 const IN: u8 = 0;
 const OUT: u8 = 1;
 const FORWARD: u8 = 2;
@@ -72,7 +72,7 @@ impl Selector {
 #[derive(Clone, Debug, Default)]
 pub struct Policies {
     policies: Vec<Policy>,
-    /// Whether packets that no policy covers are blocked, on the way in and on the way out.
+    /// Whether packets that no policy covers are blocked: incoming packets, and outgoing packets.
     blocks: [bool; 2],
 }
 
@@ -93,8 +93,8 @@ impl Policies {
         Ok(all)
     }
 
-    /// What happens to a connection's packets, which leave by `device` with `mark`. Where it is not clear which of
-    /// several policies counts, one that acts does.
+    /// What happens to a connection's packets, which leave by `device` with `mark`. If it is not clear which of several
+    /// policies applies, a policy that acts is assumed to.
     pub fn judge(&self, flow: &Flow, device: u32, mark: u32) -> Verdict {
         let [input, output] = [(IN, flow.reversed()), (OUT, *flow)].map(|(direction, packet)| {
             let matching = |policy: &&Policy| {
@@ -134,14 +134,14 @@ impl Policies {
     }
 }
 
-/// What policies do to a connection.
+/// What the policies do to a connection's packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Its packets pass unchanged.
     Clear,
-    /// They are transformed, or blocked on the way in: each must pass the kernel.
+    /// The packets are transformed, or blocked when they come in: each must pass through the kernel.
     Covered,
-    /// They are blocked on the way out: the kernel would refuse to connect.
+    /// Outgoing packets are blocked: the kernel would refuse to connect.
     BlockedOut,
 }
 
@@ -193,7 +193,7 @@ mod tests {
         Policy { source, destination, v4: true, protocol, device, priority, direction, action, mark, interface }
     }
 
-    /// Of packets of which nothing is known yet.
+    /// Packets whose addresses and ports are not known yet.
     #[test]
     fn a_policy_that_acts_may_meet_any_packet() {
         let everything = any(0, [0; 4], 0);

@@ -11,7 +11,7 @@ const SOCKET: &str = "/run/systemd/journal/socket";
 /// that a process notices when its own leads elsewhere (systemd.exec(5)).
 const STREAM: &str = "JOURNAL_STREAM";
 
-/// A connection to the journal. It is made before a process gives up its right to make one.
+/// A connection to the journal. A process makes it before it gives up the right to do so.
 #[derive(Debug)]
 pub(crate) struct Journal(UnixDatagram);
 
@@ -46,7 +46,7 @@ pub(crate) mod tests {
     use std::fs::File;
     use std::os::unix::fs::MetadataExt;
 
-    /// A journal of a test, and what receives its entries.
+    /// A journal for a test, and the socket that receives its entries.
     pub(crate) fn connected(name: &str) -> (Journal, UnixDatagram) {
         let path = std::env::temp_dir().join(format!("baton-journal-{name}-{}", std::process::id()));
         let receiver = UnixDatagram::bind(&path).expect("a socket");
@@ -56,7 +56,7 @@ pub(crate) mod tests {
         (journal, receiver)
     }
 
-    /// A journal that reads nothing holds nobody up, and one that has ended neither.
+    /// Neither a journal that reads nothing nor one that has ended blocks the process that logs.
     #[test]
     fn a_journal_that_does_not_read_holds_nobody_up() {
         let (journal, receiver) = connected("full");

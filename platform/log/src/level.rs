@@ -14,15 +14,16 @@ pub enum Level {
     Error,
     /// Something is not as it should be, and there is something to do.
     Warning,
-    /// What a person who operates the host may want to know.
+    /// Events that the operator of the host may want to know of.
     #[default]
     Info,
-    /// What helps to find a fault.
+    /// Details that help to find a fault.
     Debug,
 }
 
 impl Level {
-    /// The level that [`VARIABLE`] names, or else the default. Commands refuse a wrong name before they start others.
+    /// The level that [`VARIABLE`] names, or else the default. Commands refuse a wrong name before they start other
+    /// processes.
     pub fn of_environment() -> Level {
         baton_linux::process::variable(VARIABLE).and_then(|name| name.to_str()?.parse().ok()).unwrap_or_default()
     }

@@ -23,7 +23,7 @@ pub use log::{begin, finish, settle};
 #[doc(hidden)]
 pub use tracing;
 
-/// Logs that something is lost or does not work any more, and what to do.
+/// Logs that something is lost or does not work any more, and how to remedy that.
 #[macro_export]
 macro_rules! error {
     ([$($field:tt)*] $what:literal $(, $value:expr)*; $advice:literal $(, $more:expr)*) => {
@@ -37,7 +37,7 @@ macro_rules! error {
     };
 }
 
-/// Logs that something is not as it should be, and what to do.
+/// Logs that something is not as it should be, and how to remedy that.
 #[macro_export]
 macro_rules! warning {
     ([$($field:tt)*] $what:literal $(, $value:expr)*; $advice:literal $(, $more:expr)*) => {
@@ -51,7 +51,7 @@ macro_rules! warning {
     };
 }
 
-/// Logs what a person who operates the host may want to know, without anything to do.
+/// Logs an event that the operator of the host may want to know of, and that needs no action.
 #[macro_export]
 macro_rules! info {
     ([$($field:tt)*] $what:literal $(, $value:expr)*) => {
@@ -59,7 +59,7 @@ macro_rules! info {
     };
 }
 
-/// Logs what helps to find a fault.
+/// Logs a detail that helps to find a fault.
 #[macro_export]
 macro_rules! debug {
     ([$($field:tt)*] $what:literal $(, $value:expr)*) => {

@@ -1,19 +1,20 @@
-//! How many lines of one call site are written: the first ones of a period, then a line with the count of the others.
-//! Where lines are left out in one period after the other, the periods get longer.
+//! Limits the lines that one call site writes: the first lines of a period are written, and then a line with the count
+//! of the lines left out. While lines are left out in one period after another, the periods get longer.
 
 use crate::level::Level;
 use std::collections::BTreeMap;
 
 /// Lines of a call site that are written in a period.
 const MOST: u32 = 10;
-/// The shortest and the longest period, microseconds. One that follows a period in which lines were left out is twice
-/// as long as that.
+/// The shortest and the longest period, in microseconds. A period that follows one in which lines were left out is
+/// twice as long as that one.
 const SHORTEST: u64 = 10_000_000;
 const LONGEST: u64 = 600_000_000;
-/// Characters of a line that are kept for the count of those like it.
+/// Characters of a line that are kept, to be shown with the count of lines left out.
 const KEPT: usize = 300;
 
-/// Where in the source a line is written: file and line. What is kept for each is bounded, and so is their number.
+/// A call site: the file and the line in the source that write a log line. The state for each call site is bounded, and
+/// so is the number of call sites.
 pub(crate) type Site = (&'static str, u32);
 
 /// Lines of a call site that were left out.
@@ -22,7 +23,7 @@ pub(crate) struct LeftOut {
     pub site: Site,
     pub level: Level,
     pub count: u64,
-    /// The last one that was written.
+    /// The last line that was written.
     pub like: String,
 }
 
@@ -45,7 +46,7 @@ impl Period {
     }
 }
 
-/// What was written and left out, by call site.
+/// How many lines were written and left out, by call site.
 #[derive(Debug)]
 pub(crate) struct Limiter {
     periods: BTreeMap<Site, Period>,
@@ -62,8 +63,8 @@ impl Limiter {
         self.next
     }
 
-    /// Whether a line of a call site may be written at `now`, microseconds. It counts as written or left out.
-    /// What has been left out in a period that has ended is to be taken before.
+    /// Whether a line of a call site may be written at `now`, microseconds. The line is counted as written or left out
+    /// accordingly. The caller must have taken the counts of ended periods before.
     pub fn admits(&mut self, site: Site, now: u64) -> bool {
         let period = self.periods.entry(site).or_default();
         if now >= period.ends && period.left_out == 0 {
@@ -78,7 +79,7 @@ impl Limiter {
         false
     }
 
-    /// Keeps what a line that was admitted says, for a later count.
+    /// Keeps the text of a line that was admitted, to be shown with a later count.
     pub fn remember(&mut self, site: Site, level: Level, line: &str) {
         if let Some(period) = self.periods.get_mut(&site) {
             period.level = level;
@@ -116,7 +117,7 @@ mod tests {
     const HERE: Site = ("here.rs", 1);
     const THERE: Site = ("here.rs", 2);
 
-    /// Logs a line as a process does. Returns whether it is written, and what is counted before it.
+    /// Logs a line as a process does. Returns whether the line is written, and the counts that are due before it.
     fn log(limiter: &mut Limiter, site: Site, now: u64) -> (bool, Vec<LeftOut>) {
         let counted = limiter.take(now);
         let written = limiter.admits(site, now);
@@ -158,7 +159,7 @@ mod tests {
         assert_eq!(counts.len(), 12, "{counts:?}");
     }
 
-    /// A period without a flood ends what an earlier flood has brought about.
+    /// After a period without a flood the periods are short again.
     #[test]
     fn after_a_quiet_period_the_shortest_one_begins() {
         let mut limiter = Limiter::new();

@@ -1,4 +1,4 @@
-//! What writes the lines of a process, installed as tracing's subscriber.
+//! The subscriber of `tracing` that writes the log lines of a process.
 
 use crate::entry::Entry;
 use crate::journal::Journal;
@@ -16,8 +16,8 @@ use tracing::{Event, Metadata, Subscriber};
 /// This process's log, once it has begun.
 static LOG: OnceLock<Log> = OnceLock::new();
 
-/// Begins this process's log: without it, lines are not written. `part` is the part of Baton that the process is, such
-/// as `agent`; empty for a command. To be called before the process gives up its rights. A second call does nothing.
+/// Begins this process's log: before this, no lines are written. `part` is the process's role in Baton, such as
+/// `agent`; empty for a command. To be called before the process gives up its rights. A second call does nothing.
 pub fn begin(part: &'static str, level: Level) {
     let log = LOG.get_or_init(|| {
         let coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
@@ -26,8 +26,8 @@ pub fn begin(part: &'static str, level: Level) {
     let _ = tracing::subscriber::set_global_default(Front(log));
 }
 
-/// Writes the counts of left out lines that are due. Every line does this as well. It costs a look at a word if nothing
-/// is due.
+/// Writes the counts of left out lines that are due. Logging a line does this as well. If no count is due it costs only
+/// a read of one word.
 pub fn settle() {
     if let Some(log) = LOG.get()
         && log.next.load(Ordering::Relaxed) != u64::MAX
@@ -87,7 +87,7 @@ impl Log {
         self.write(&entry);
     }
 
-    /// What the journal does not take at once goes to standard error, as far as that does not wait either.
+    /// An entry that the journal does not take at once goes to standard error, if that takes it without waiting.
     fn write(&self, entry: &Entry) {
         let taken = self.journal.as_ref().is_some_and(|journal| journal.send(&entry.for_journal(self.part)));
         if !taken {
@@ -137,7 +137,7 @@ mod tests {
         (Box::leak(Box::new(Log::new("agent", level, Some(journal), false))), receiver)
     }
 
-    /// The entries that have come.
+    /// The entries that have arrived at the receiver.
     fn entries(receiver: &UnixDatagram) -> Vec<String> {
         let (mut bytes, mut all) = ([0; 4096], Vec::new());
         while let Ok(length) = receiver.recv(&mut bytes) {

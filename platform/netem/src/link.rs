@@ -1,9 +1,10 @@
-//! One direction of a link: rate, delay, a buffer, and faults (what netem does, where the kernel has no netem).
+//! One direction of a link: rate, delay, a buffer, and faults. It does the work of Linux's netem where the kernel has
+//! none.
 
 use crate::rng::Rng;
 use std::collections::BTreeMap;
 
-/// What a link does to frames. Probabilities are in parts per million, times in microseconds.
+/// The delays and faults that a link applies to frames. Probabilities are in parts per million, times in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Impairments {
     /// Bits per second; 0 for no limit.
@@ -31,7 +32,7 @@ impl Impairments {
     }
 }
 
-/// What a link can carry.
+/// Something that a link can carry, such as a frame.
 pub trait Carried: Clone {
     /// Its size on the wire in bytes.
     fn size(&self) -> usize;
@@ -88,7 +89,7 @@ impl<T: Carried> Link<T> {
         Link { impairments, rng, flying: BTreeMap::new(), entered: 0, busy_until: 0, counters: Counters::default() }
     }
 
-    /// Changes what happens to the frames that are offered from now on.
+    /// Sets the impairments for frames that are offered from now on.
     pub fn set_impairments(&mut self, impairments: Impairments) {
         self.impairments = impairments;
     }
@@ -97,7 +98,8 @@ impl<T: Carried> Link<T> {
     pub fn push(&mut self, mut frame: T, now: u64) {
         let i = self.impairments;
         self.counters.offered += 1;
-        // Every chance is drawn for every frame, so that one fault's setting does not change where the others fall.
+        // All random numbers are drawn for every frame, so that the setting of one fault does not change which frames
+        // the other faults hit.
         let (lost, held) = (self.rng.chance(i.loss), self.rng.chance(i.reorder));
         let (doubled, corrupted) = (self.rng.chance(i.duplicate), self.rng.chance(i.corrupt));
         let random = self.rng.next_u64();

@@ -37,8 +37,8 @@ pub struct EmulatedWire<W> {
 }
 
 impl<W: Device> EmulatedWire<W> {
-    /// Puts a link in front of a wire: `outgoing` for sent frames, `incoming` for received ones. Without impairments it
-    /// adds nothing.
+    /// Puts a link in front of a wire: `outgoing` for sent frames, `incoming` for received ones. Without impairments
+    /// the links change nothing.
     pub fn new(wire: W, outgoing: Impairments, incoming: Impairments, seed: u64) -> Self {
         EmulatedWire {
             wire,

@@ -3,19 +3,18 @@
 use rustix::fs::{Mode, OFlags};
 use std::os::fd::IntoRawFd;
 
-/// Bytes that shared memory leaves to a program with such a limit: for its own malloc(3) and its threads' stacks. Where
-/// malloc(3) fails a program may end, where a session or a piece of its memory cannot be mapped it goes on in the
-/// kernel.
+/// Bytes of a limited address space that shared memory leaves to the program, for its malloc(3) and its threads'
+/// stacks. If malloc(3) fails a program may end; if a session or a piece of its memory cannot be mapped, the program's
+/// connections only stay in the kernel.
 pub const RESERVE: u64 = 16 << 20;
 
 /// Bytes of a page, which /proc counts.
 const PAGE: u64 = 4096;
 
-/// Bytes that this process may still map. None if there is no limit, or the kernel does not say how much is mapped.
+/// Bytes that this process may still map. None if there is no limit, or the kernel does not tell how much is mapped.
 pub fn left() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (a seccomp filter) none is
-    // known.
+    // SAFETY: `limit` is live and has room for one rlimit. Where a seccomp filter forbids the call no limit is known.
     unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
     if limit.rlim_cur == libc::RLIM_INFINITY {
         return None;
@@ -23,8 +22,8 @@ pub fn left() -> Option<u64> {
     let mut text = [0u8; 32];
     let file = rustix::fs::open(c"/proc/self/statm", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
     let read = rustix::io::read(&file, &mut text);
-    // SAFETY: the descriptor was opened here, and nobody else has it. It is not dropped, which would call close(3): in
-    // a program that is the preloaded library's.
+    // SAFETY: the descriptor was opened here, and no other code uses it. It is not dropped, since that would call
+    // close(3), which in a program is the preloaded library's function.
     unsafe { rustix::io::close(file.into_raw_fd()) };
     Some(limit.rlim_cur.saturating_sub(first_number(&text[..read.ok()?])? * PAGE))
 }

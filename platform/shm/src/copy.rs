@@ -1,7 +1,7 @@
 //! A copy without a call, for payload.
 
-/// Copies `length` bytes, as `copy_nonoverlapping` does, up to 2 KB of them without a call: with wide registers where
-/// this is inlined into [`crate::Wide::run`]. Bytes in the middle may be written twice.
+/// Copies `length` bytes as `copy_nonoverlapping` does. Up to 2 KB are copied without a function call, and with wide
+/// registers where this is inlined into [`crate::Wide::run`]. Bytes in the middle may be written twice.
 ///
 /// # Safety
 /// That of `copy_nonoverlapping`.
@@ -10,7 +10,7 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
     /// Bytes behind 1024 that a segment of a usual Ethernet frame has at most: whole registers that cover 1448
     /// and 1460.
     const MOST_FULL: usize = 448;
-    /// Copies `N` bytes at an offset: at most 256 at once, since of more the compiler makes a call.
+    /// Copies `N` bytes at an offset: at most 256, since for more the compiler makes a function call.
     ///
     /// # Safety
     /// They must lie in both areas.
@@ -79,7 +79,7 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
     }
 }
 
-/// Copies more than a frame of the usual size has, with a call.
+/// Copies more bytes than a frame of the usual size has, with a function call.
 ///
 /// # Safety
 /// That of `copy_nonoverlapping`.

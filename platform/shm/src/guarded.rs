@@ -1,8 +1,8 @@
-//! Copies between shared memory and a program's own, whose addresses nobody has checked.
+//! Copies between shared memory and a program's own memory, at addresses that have not been checked.
 //!
-//! To check them would cost a system call. Instead the copy is tried: where there is no memory it raises SIGSEGV, and
-//! the process's handler of that signal continues it where it fails ([`resume`]). In a process without such a handler
-//! it ends the process, as any other copy.
+//! A check would cost a system call. Instead the copy is tried: where no memory is mapped it raises SIGSEGV, and the
+//! process's handler of that signal makes the copy return with a failure ([`resume`]). In a process without such a
+//! handler the signal ends the process, as with any other copy.
 
 /// For each guarded copy: where the C library's function returns to, relative to the entry's own address. The linker
 /// collects them.
@@ -50,7 +50,7 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, length: usize) -> bool {
     copied != 0
 }
 
-/// Copies `length` bytes. Nothing is guarded on this architecture.
+/// Copies `length` bytes. On this architecture copies are not guarded.
 ///
 /// # Safety
 /// That of `copy_nonoverlapping`.
@@ -70,8 +70,8 @@ const STACK: usize = 1 << 16;
 /// The result of a guarded copy that failed.
 pub const FAILED: i64 = 0;
 
-/// Where a thread goes on (instruction pointer, stack pointer) that has raised SIGSEGV there at `address`, with
-/// [`FAILED`] in its register for results. None if that was no guarded copy.
+/// Where a thread that has raised SIGSEGV at `address` goes on (instruction pointer, stack pointer), with [`FAILED`] in
+/// its register for results. None if the fault was in no guarded copy.
 ///
 /// # Safety
 /// The thread's stack must be mapped, unless `address` is close to its pointer.

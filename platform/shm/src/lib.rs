@@ -1,5 +1,5 @@
-//! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied
-//! once and then checked.
+//! Memory shared between processes. The process at the other side may write anything at any time, so every value is
+//! copied once and then checked.
 
 pub mod address_space;
 mod copy;

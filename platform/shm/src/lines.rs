@@ -18,8 +18,8 @@ pub(crate) fn each_line(at: *const u8, length: u32, act: impl Fn(*const u8)) {
     (0..lines).for_each(|line| act(at.wrapping_sub(before).wrapping_add(line * LINE)));
 }
 
-/// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as it has them. Nothing
-/// waits for them.
+/// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as `value` reaches. The
+/// thread does not wait for them.
 #[inline(always)]
 pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
     let base = core::ptr::from_ref(value).cast::<u8>();
@@ -38,7 +38,7 @@ pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
 #[inline(always)]
 pub(crate) fn prefetch_line(at: *const u8) {
     use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-    // SAFETY: a prefetch reads nothing that the program could see, and one of an address that is not mapped does
+    // SAFETY: a prefetch has no effect that the program could see, and a prefetch of an address that is not mapped does
     // nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
 }
@@ -51,7 +51,7 @@ pub(crate) fn prefetch_line(_: *const u8) {}
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn prefetch_line_to_write(at: *const u8) {
-    // SAFETY: a prefetch changes nothing that the program could see, and one of an address that is not mapped does
+    // SAFETY: a prefetch has no effect that the program could see, and a prefetch of an address that is not mapped does
     // nothing. Processors that do not know the instruction do nothing.
     unsafe { core::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags, readonly)) };
 }
@@ -60,13 +60,13 @@ pub(crate) fn prefetch_line_to_write(at: *const u8) {
 #[inline(always)]
 pub(crate) fn prefetch_line_to_write(_: *const u8) {}
 
-/// Asks for huge pages for memory that is not used yet, as far as it covers whole ones: so that a large table that is
-/// used all over needs few entries of the processor's address translation. Does nothing where the system has none.
+/// Asks for huge pages for memory that is not used yet, for each whole huge page in it. So a large table with accesses
+/// all over needs few entries of the processor's address translation. Does nothing where the system has no huge pages.
 pub fn advise_huge<T>(unused: &mut [MaybeUninit<T>]) {
     advise(unused.as_mut_ptr().cast(), size_of_val(unused));
 }
 
-/// Asks for huge pages for the whole ones among the `length` bytes at `base`.
+/// Asks for huge pages for each whole huge page among the `length` bytes at `base`.
 pub(crate) fn advise(base: *mut u8, length: usize) {
     let skipped = base.addr().next_multiple_of(HUGE) - base.addr();
     let whole = length.saturating_sub(skipped) / HUGE * HUGE;
@@ -77,10 +77,10 @@ pub(crate) fn advise(base: *mut u8, length: usize) {
     }
 }
 
-/// Gives the pages of memory back to the system, which are zero when they are used again.
+/// Gives pages of memory back to the system. They are zero when they are used again.
 ///
 /// # Safety
-/// The memory must be private, of whole pages, and nobody may want what it holds.
+/// The memory must be private and consist of whole pages, and its content must not be needed any more.
 pub(crate) unsafe fn discard(base: *mut u8, length: usize) {
     // SAFETY: the caller's promise. The call may fail, which leaves them as they are.
     unsafe { libc::madvise(base.cast(), length, libc::MADV_DONTNEED) };

@@ -1,10 +1,11 @@
-//! Regions of which a process maps what it uses.
+//! Regions of which a process maps only the parts that it uses.
 //!
-//! Session memory is gigabytes, of which a program uses some: all of it would count as the program's address space
-//! (RLIMIT_AS), be locked by mlockall(2) and be written into core files. So its beginning is mapped at once, and the
-//! rest by pieces, when they are first reached. The addresses of the others are not reserved, which would count as
-//! well. They are far below those that the kernel gives out, and a piece whose addresses have been taken nevertheless
-//! cannot be mapped. Nor is one that would take the last of a limited address space, which the program may need.
+//! Session memory is gigabytes, of which a program uses a small part. If all of it were mapped it would count as the
+//! program's address space (RLIMIT_AS), be locked by mlockall(2) and be written into core files. So its beginning is
+//! mapped at once, and the rest in pieces, each when it is first accessed. The addresses of unmapped pieces are not
+//! reserved, since reserved addresses would count as well. They are far below the addresses that the kernel gives out;
+//! a piece whose addresses have been taken nevertheless cannot be mapped. A piece is not mapped either if it would take
+//! the last of a limited address space, which the program may need.
 
 use crate::address_space;
 use core::mem::MaybeUninit;
@@ -17,20 +18,20 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 /// Bytes of a piece: as many as a connection begins with in each direction.
 const PIECE: usize = 1 << 18;
 
-/// Bytes between the region's end and the addresses that the kernel gives out. A smaller one where something stands at
-/// the first: a sanitizer lets its program have addresses near the top only.
+/// Bytes between the region's end and the addresses that the kernel gives out. The second, smaller distance is used if
+/// the addresses at the first are taken: a sanitizer leaves its program only addresses near the top.
 const DISTANCES: [usize; 2] = [1 << 44, 1 << 38];
 
-/// What is mapped from now on would be locked: see [`keep_unlocked`].
+/// Whether memory that is mapped from now on would be locked: see [`keep_unlocked`].
 static LOCKING: AtomicBool = AtomicBool::new(false);
 
-/// Says whether the process locks what it maps from now on (mlockall(2), MCL_FUTURE). Pieces stay unlocked: they take
-/// the place of memory of the kernel's, which does not count.
+/// Notes whether the process locks memory that it maps from now on (mlockall(2), MCL_FUTURE). Pieces stay unlocked:
+/// they hold what would otherwise be in the kernel's memory, which does not count as locked.
 pub fn keep_unlocked(locking: bool) {
     LOCKING.store(locking, Ordering::Release);
 }
 
-/// What is mapped of a region.
+/// The parts of a region that are mapped.
 #[derive(Debug)]
 pub(crate) struct Pieces {
     /// Bytes of the region, and of its beginning.
@@ -60,7 +61,7 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
     match NonNull::new(base.cast()) {
         Some(made) if base as usize == address && (!locking || unlocked()) => Ok(made),
         _ => {
-            // SAFETY: the mapping that mmap(2) has just made here, whose address nobody has been given.
+            // SAFETY: the mapping that mmap(2) has just made here, whose address no other code knows.
             unsafe { libc::munmap(base, length) };
             Err(io::ErrorKind::AddrInUse.into())
         }
@@ -70,16 +71,16 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
 /// Bytes between the beginnings of two regions of a process. None has more.
 const STRIDE: usize = 1 << 33;
 
-/// Regions of this process so far. One that is not used any more may still be mapped.
+/// Number of regions that this process has made so far. A region that is not used any more may still be mapped.
 static REGIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// An address that the kernel has given out when the first region was made: all others are told from this one, so that
-/// no two overlap.
+/// An address that the kernel gave out when the first region was made. All regions' addresses are computed from this
+/// one, so that no two overlap.
 fn given_address() -> Option<usize> {
     static GIVEN: OnceLock<Option<usize>> = OnceLock::new();
     *GIVEN.get_or_init(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a page at an address of the kernel's choice, which nobody uses.
+        // SAFETY: a page at an address of the kernel's choice, which no other code uses.
         unsafe {
             let page = libc::mmap(core::ptr::null_mut(), 4096, libc::PROT_NONE, flags, -1, 0);
             (page != libc::MAP_FAILED && libc::munmap(page, 4096) == 0).then_some(page as usize)
@@ -87,14 +88,14 @@ fn given_address() -> Option<usize> {
     })
 }
 
-/// An address far below those that the kernel gives out, for the region of this number.
+/// An address far below the addresses that the kernel gives out, for the region with this number.
 fn low_address(distance: usize, number: usize) -> Option<usize> {
     let below = distance + (1 + number % (distance / STRIDE)) * STRIDE;
     Some(given_address()?.checked_sub(below)? & !(STRIDE - 1))
 }
 
 impl Pieces {
-    /// Maps the first `first` bytes of the `whole` ones of a descriptor. None if there is no place for them.
+    /// Maps the first `first` of the `whole` bytes of a descriptor. None if their addresses are not free.
     pub fn begin(fd: BorrowedFd<'_>, whole: usize, first: usize) -> Option<(NonNull<u8>, Pieces)> {
         let number = REGIONS.fetch_add(1, Ordering::Relaxed);
         let place = |distance| map_at(low_address(distance, number).filter(|_| whole <= STRIDE)?, first, fd, 0).ok();
@@ -104,8 +105,8 @@ impl Pieces {
         Some((base, pieces))
     }
 
-    /// Maps what is not mapped yet of the `length` bytes at `at`. False if they lie outside, or there is no place for
-    /// them.
+    /// Maps the parts of the `length` bytes at `at` that are not mapped yet. Returns false if the bytes lie outside of
+    /// the region, or cannot be mapped.
     pub fn reach(&self, base: NonNull<u8>, fd: Option<BorrowedFd<'_>>, at: usize, length: usize) -> bool {
         let Some(fd) = fd.filter(|_| at <= self.whole && length <= self.whole - at) else { return false };
         let piece = |at: usize| at.saturating_sub(self.first) / PIECE;
@@ -157,11 +158,11 @@ impl Pieces {
         core::iter::once((0, self.first)).chain(pieces).collect()
     }
 
-    /// Unlocks what is mapped.
+    /// Unlocks the mapped parts.
     pub fn unlock(&self, base: NonNull<u8>) {
         for (from, to) in self.ranges() {
-            // SAFETY: a range of the region's own mappings. Whether its pages may be written to disk changes nothing of
-            // what they hold.
+            // SAFETY: a range of the region's own mappings. Whether its pages may be written to disk does not affect
+            // their content.
             unsafe { libc::munlock(base.as_ptr().add(from).cast(), to - from) };
         }
     }
@@ -172,7 +173,7 @@ impl Pieces {
     /// Nobody may use the region any more.
     pub unsafe fn unmap(&self, base: NonNull<u8>) {
         for (from, to) in self.ranges() {
-            // SAFETY: a range of the region's own mappings, which nobody uses any more (`# Safety`).
+            // SAFETY: a range of the region's own mappings, which are not used any more (`# Safety`).
             unsafe { libc::munmap(base.as_ptr().add(from).cast(), to - from) };
         }
     }
@@ -180,6 +181,6 @@ impl Pieces {
 
 /// Keeps memory out of core files.
 pub(crate) fn exclude_from_dumps(base: *mut u8, length: usize) {
-    // SAFETY: it changes what a core file contains, not the memory. It may fail, which leaves the memory in.
+    // SAFETY: this changes what a core file contains, not the memory. If it fails, the memory stays in core files.
     unsafe { libc::madvise(base.cast(), length, libc::MADV_DONTDUMP) };
 }

@@ -1,5 +1,5 @@
-//! Objects of one type, close to each other: the first ones in ordinary pages, the many that follow in huge ones. Pages
-//! that hold no object any more go back to the system.
+//! Objects of one type, close to each other: the first ones in ordinary pages, further ones in huge pages. Pages that
+//! hold no object any more go back to the system.
 
 use crate::lines::{HUGE, advise, discard};
 use core::fmt;
@@ -17,8 +17,8 @@ pub trait Shared: Sized + 'static {
 }
 
 /// Places for objects of type `T`. An object gets the lowest place that is free, so that few objects are close to each
-/// other even after many have come and gone. Taking a place and giving it back takes a lock, which is not for what
-/// happens with every packet.
+/// other even after many have come and gone. Taking a place and giving it back takes a lock, so neither should be done
+/// for every packet.
 pub struct Pool<T: 'static>(Mutex<Places<T>>);
 
 struct Places<T> {
@@ -92,7 +92,7 @@ impl<T> Places<T> {
         let bit = bits.trailing_ones();
         *bits |= 1 << bit;
         chunk.taken += 1;
-        // SAFETY: the first bit that is not set is that of a place of the chunk, since not all of these are taken.
+        // SAFETY: the first bit that is not set belongs to a place of the chunk, since not all of its places are taken.
         unsafe { chunk.base.add(word * 64 + bit as usize) }
     }
 
@@ -104,7 +104,7 @@ impl<T> Places<T> {
         chunk.bits[index / 64] &= !(1 << (index % 64));
         chunk.taken -= 1;
         self.lowest = self.lowest.min(at);
-        // The first chunk stays: where few objects come and go it is the only one that is used.
+        // The first chunk is kept: where few objects come and go it is the only one that is used.
         if chunk.taken == 0 && at > 0 {
             // SAFETY: the chunk is whole pages of the pool's own memory, and no place of it holds an object.
             unsafe { discard(chunk.base.as_ptr().cast(), chunk.bytes) };
@@ -147,7 +147,7 @@ impl<T: Shared> Pooled<T> {
     /// Puts an object into a place of its own.
     pub fn new(value: T) -> Pooled<T> {
         let place = T::pool().take();
-        // SAFETY: the place is aligned memory for a `T` that nobody else has.
+        // SAFETY: the place is aligned memory for a `T`, and no other object has this place.
         unsafe { place.write(value) };
         Pooled { place }
     }
@@ -176,15 +176,15 @@ impl<T: Shared> Deref for Pooled<T> {
 impl<T: Shared> DerefMut for Pooled<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the place holds an object from `Pooled::new` until `drop`, and it is this one's alone, which is
-        // borrowed mutably.
+        // SAFETY: the place holds an object from `Pooled::new` until `drop`, and it belongs to this handle alone, which
+        // is borrowed mutably.
         unsafe { self.place.as_mut() }
     }
 }
 
 impl<T: Shared> Drop for Pooled<T> {
     fn drop(&mut self) {
-        // SAFETY: the place holds an object, which nobody reaches any more.
+        // SAFETY: the place holds an object, to which no reference exists any more.
         unsafe { self.place.drop_in_place() };
         T::pool().give_back(self.place);
     }
@@ -260,7 +260,7 @@ mod tests {
         let each = FIRST_CHUNK / 1600;
         let mut objects: Vec<_> = (0..each * 4).map(|n| take(n as u8)).collect();
         assert!((0..4).all(|at| resident(&SMALL, at) > FIRST_CHUNK / 2));
-        // All of the third chunk, and all but one of the second, in no order.
+        // All objects of the third chunk, and all but one of the second, in random order.
         let kept = objects.swap_remove(each + 7);
         let place = kept.place.addr();
         let rest = objects.split_off(each);

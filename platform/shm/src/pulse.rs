@@ -1,18 +1,18 @@
-//! A worker's sign of life in shared memory, for whoever supervises its process.
+//! A worker's sign of life in shared memory, for the process that supervises the worker's process.
 
 use crate::Region;
 use baton_abi::layout::pulse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// What a worker publishes: how many rounds it has made, and whether it sleeps.
+/// The state that a worker publishes: how many rounds it has made, and whether it sleeps.
 pub struct Pulse {
     memory: Arc<Region>,
     at: usize,
     rounds: u64,
 }
 
-/// What a worker has published.
+/// The state as a worker has published it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reading {
     /// Rounds that it and its predecessors have made.
@@ -46,9 +46,9 @@ impl Pulse {
         self.memory.word32(self.at + pulse::ASLEEP).store(asleep.into(), Ordering::Release);
     }
 
-    /// What was published at this offset.
+    /// Reads the state published at this offset.
     pub fn read(memory: &Region, at: usize) -> Reading {
-        // The number of rounds last: whoever has come on by now counts as having come on.
+        // The number of rounds is read last: so a worker that has just made a further round counts as having made it.
         let thread = memory.word32(at + pulse::THREAD).load(Ordering::Acquire);
         let asleep = memory.word32(at + pulse::ASLEEP).load(Ordering::Acquire) != 0;
         Reading { rounds: memory.words(at + pulse::ROUNDS, 1)[0].load(Ordering::Acquire), thread, asleep }

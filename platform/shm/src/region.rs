@@ -61,9 +61,9 @@ impl Region {
         Region::map_pages(length, libc::MAP_SHARED, Some(fd))
     }
 
-    /// As [`Region::map`], but only the first `first` bytes, which are whole pages, are mapped at once, and the others
-    /// by pieces when they are first reached. A piece that cannot be mapped counts as outside. All is mapped where
-    /// there is no place for that.
+    /// As [`Region::map`], but maps only the first `first` bytes, which are whole pages, at once, and the others in
+    /// pieces when they are first accessed. A piece that cannot be mapped counts as outside of the region. If no
+    /// suitable addresses are free, the whole region is mapped.
     ///
     /// # Errors
     /// As [`Region::map`].
@@ -83,8 +83,8 @@ impl Region {
         Ok(rustix::fs::fstat(fd)?.st_size as usize)
     }
 
-    /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor
-    /// does not tell its length.
+    /// Maps `length` bytes of memory of the kernel's with a fixed size, such as that of a BPF array map, whose
+    /// descriptor does not tell its length.
     ///
     /// # Errors
     /// The system's error, if the memory is shorter.
@@ -92,16 +92,16 @@ impl Region {
         Region::map_pages(length.next_multiple_of(4096), libc::MAP_SHARED, Some(fd))
     }
 
-    /// Prefers a NUMA node for the region's memory: pages that nobody has touched yet come from it, whoever touches
-    /// them first, and pages that only this process uses move there (mbind(2), MPOL_PREFERRED).
+    /// Prefers a NUMA node for the region's memory: pages that have not been touched yet come from this node, whichever
+    /// thread touches them first, and pages that only this process uses move there (mbind(2), MPOL_PREFERRED).
     ///
     /// # Errors
-    /// The system's error, if it has no NUMA nodes, or not this one.
+    /// The system's error, for example if it has no NUMA nodes, or not this one.
     pub fn prefer_node(&self, node: usize) -> io::Result<()> {
         let nodes = node_mask(Some(node));
         const MPOL_MF_MOVE: libc::c_uint = 2;
-        // SAFETY: mbind reads 1024 bits at `nodes`, which has 16 words of 64. It changes on which node the pages of our
-        // own mapping lie, not their contents.
+        // SAFETY: mbind reads 1024 bits at `nodes`, which has 16 words of 64. It affects on which node the pages of
+        // this mapping lie, not their contents.
         let bound = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -143,27 +143,26 @@ impl Region {
         crate::lines::each_line(self.base.as_ptr().wrapping_add(at), length, crate::lines::prefetch_line);
     }
 
-    /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are
-    /// used all over.
+    /// Asks for huge pages for a range that is not used yet, for each whole huge page in it: for large tables with
+    /// accesses all over.
     pub fn advise_huge(&self, range: Range<usize>) {
         if let Some(base) = self.span(range.start, range.len()) {
             crate::lines::advise(base.as_ptr(), range.len());
         }
     }
 
-    /// Keeps what lies from `at` on out of core files.
+    /// Keeps the bytes from `at` on out of core files.
     pub fn exclude_from_dumps(&self, at: usize) {
         if let Some(base) = self.span(at, self.length.saturating_sub(at)) {
             exclude_from_dumps(base.as_ptr(), self.length - at);
         }
     }
 
-    /// Unlocks what is mapped (mlockall(2)).
+    /// Unlocks the region's mapped parts (mlockall(2)).
     pub fn unlock(&self) {
         match &self.pieces {
             Some(pieces) => pieces.unlock(self.base),
-            // SAFETY: the region's own mapping. Whether its pages may be written to disk changes nothing of what they
-            // hold.
+            // SAFETY: the region's own mapping. Whether its pages may be written to disk does not affect their content.
             None => drop(unsafe { libc::munlock(self.base.as_ptr().cast(), self.length) }),
         }
     }
@@ -240,7 +239,8 @@ impl Region {
     /// The `count` atomic words of 8 bytes at `at`.
     ///
     /// # Panics
-    /// If they are not aligned or lie outside of the region. Offsets come from the layout, not from the other side.
+    /// If they are not aligned or lie outside of the region. Offsets must come from the layout, not from the other
+    /// process.
     #[inline]
     pub fn words(&self, at: usize, count: usize) -> &[AtomicU64] {
         assert!(at.is_multiple_of(8));
@@ -333,7 +333,7 @@ impl Circle {
         self.at + (seq & self.mask)
     }
 
-    /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
+    /// Writes bytes from sequence number `seq` on. If there are more bytes than fit, the last ones remain.
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         let offset = seq & self.mask;
@@ -378,7 +378,8 @@ impl Circle {
     }
 
     /// The places of the `length` bytes from sequence number `seq` on, which other processes may write at any time: in
-    /// two pieces, the second of which is empty or at the buffer's beginning. None if they are more than fit.
+    /// two pieces, the second of which is empty or at the buffer's beginning. None if more bytes are asked for than
+    /// fit.
     pub fn places(&self, seq: u32, length: u32) -> Option<[&[AtomicU8]; 2]> {
         let first = before_end(self.mask, seq, length as usize);
         let rest = length as usize - first;
@@ -447,8 +448,8 @@ unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut 
 }
 
 /// An array of `N` words of 4 bytes of a region, and `CIRCLES` circular buffers there. All of them can be moved to
-/// other places of the region at any time. They share what there is to know of the region, since there may be very
-/// many.
+/// other places of the region at any time. They share one description of the region, since there may be very many of
+/// them.
 #[derive(Debug)]
 pub struct MovableParts<const N: usize, const CIRCLES: usize> {
     words: AtomicPtr<[AtomicU32; N]>,
@@ -511,7 +512,7 @@ impl<const N: usize, const CIRCLES: usize> MovableParts<N, CIRCLES> {
 /// A circular buffer that can be moved to another place of the same region at any time.
 #[derive(Debug)]
 pub struct MovableCircle<'a> {
-    /// That of the region, where `place` lies.
+    /// The beginning of the region in which `place` says where the buffer lies.
     base: NonNull<u8>,
     place: &'a AtomicU64,
     region: &'a Region,
@@ -587,7 +588,7 @@ impl MovableCircle<'_> {
         let (at, mask) = self.place();
         let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
         // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped; `before_end`
-        // cuts at its end, and what is left begins at its beginning.
+        // cuts at its end, and the remaining bytes go to its beginning.
         unsafe {
             let base = self.base.add(at as usize);
             let to = base.add((seq & mask) as usize);
@@ -749,7 +750,7 @@ mod tests {
         assert!(std::panic::catch_unwind(|| parts.move_words(4096 - 60)).is_err(), "they would end outside");
     }
 
-    /// What is mapped by pieces is the same memory, and takes up no address that it does not use.
+    /// A region that is mapped in pieces is the same memory, and pieces that are not used take up no addresses.
     #[test]
     fn pieces_are_mapped_when_they_are_reached() {
         let region = Region::create("baton-test", (1 << 31) + 5 * 4096).unwrap();
@@ -784,8 +785,8 @@ mod tests {
         assert_eq!(other as usize, taken);
         let before = mapped().len();
         assert!(pieces.circle(8192 + (100 << 18), 4096).is_none() && mapped().len() == before);
-        // Another region is not in the way of what the first one still reaches, wherever the kernel gives out addresses
-        // by then.
+        // A second region does not take the addresses of pieces that the first has not mapped yet, wherever the kernel
+        // gives out addresses by then.
         let second = Region::map_by_pieces(copy(), 8192).unwrap();
         assert_eq!(second.length, 8192, "there is a place for it");
         let apart = (pieces.base.as_ptr() as usize).abs_diff(second.base.as_ptr() as usize);

@@ -5,11 +5,11 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 
-/// Bytes in a single allocation, which begins with their number: what holds them is one word, where a `Box<[u8]>` has
+/// Bytes in a single allocation, which begins with their number. So the handle is one word, where a `Box<[u8]>` has
 /// two.
 ///
 /// Up to a few hundred bytes lie in a pool of their size class, apart from short-lived allocations. So long-lived bytes
-/// do not pin pages that short-lived ones have left, and these can go back to the system.
+/// do not keep pages in use that short-lived allocations have left, and these pages can go back to the system.
 pub struct ThinBytes(NonNull<u8>);
 
 /// Bytes in front of the bytes: their number.
@@ -80,7 +80,7 @@ impl Deref for ThinBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `new` has written as many bytes behind the length, and nobody else has them.
+        // SAFETY: `new` has written as many bytes behind the length, and they belong to this handle alone.
         unsafe { core::slice::from_raw_parts(self.0.add(HEAD).as_ptr(), self.length().into()) }
     }
 }

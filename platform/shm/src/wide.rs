@@ -1,5 +1,5 @@
-//! Code for processors with wide registers: the program is compiled for any x86-64, and what runs for every frame a
-//! second time.
+//! Code for processors with wide registers: the program is compiled for any x86-64, and the code that runs for every
+//! frame is compiled a second time for these processors.
 
 /// Proof that the processor has AVX2, BMI and MOVBE, as all but the oldest have.
 #[derive(Clone, Copy, Debug)]

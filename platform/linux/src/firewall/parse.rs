@@ -197,7 +197,7 @@ fn step(name: &str, data: &[u8]) -> Step {
         "counter" | "log" | "last" | "notrack" | "objref" | "flow_offload" => Step::Nothing,
         "match" => of_xtables(&of(data, 1).map(text).unwrap_or_default(), of(data, 3).unwrap_or_default()),
         "target" => target(&of(data, 1).map(text).unwrap_or_default(), of(data, 3).unwrap_or_default()),
-        // What writes into a register that is compared later.
+        // Expressions that write a value into a register, which a later expression compares.
         "fib" | "rt" | "socket" | "osf" | "hash" | "exthdr" | "tunnel" | "xfrm" => {
             Step::Load { to: register(1), what: Load::Unknown }
         }
