@@ -1,4 +1,4 @@
-//! The state of each address, and what is sent for it.
+//! The state of each address, and the frames that are sent for it.
 
 use crate::limit::Limit;
 use crate::timing::Timing;
@@ -17,11 +17,11 @@ pub enum State {
     Probing,
     /// It is in use.
     Used,
-    /// Another host has it; it is not used.
+    /// Another host has this address, so it is not used here.
     Taken,
 }
 
-/// What has been counted for an address.
+/// Counters of events of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
     /// Probes sent.
@@ -43,7 +43,7 @@ pub struct Own {
     pub address: IpAddr,
     /// Whether it may be used.
     pub state: State,
-    /// What has been counted.
+    /// The address's counters.
     pub counters: Counters,
     /// MAC address of the host that claimed it last; zeros if none has.
     pub rival: [u8; 6],
@@ -63,7 +63,7 @@ impl Own {
     }
 }
 
-/// What a frame from the link was.
+/// What kind of frame was received from the link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Received {
     /// No ARP and no neighbour discovery, or not about an address of the NIC's: it is the kernel's.
@@ -74,12 +74,12 @@ pub enum Received {
     Malformed,
 }
 
-/// Who answers questions for the addresses.
+/// Which part of the host answers questions for the addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Speaker {
     /// This end of the link.
     Here,
-    /// The kernel, which has the addresses as well: here they are probed for, announced and defended only.
+    /// The kernel, which has the addresses as well. The resolver then only probes for them, announces and defends them.
     Kernel,
 }
 
@@ -105,8 +105,8 @@ impl Resolver {
         Resolver { mac, speaker, timing, own, limit, random, changed: false, due: u64::MAX }
     }
 
-    /// Adds an address, unless it is there already or there are too many. One that is `used` already, by a NIC before
-    /// this one, is announced; any other is probed for.
+    /// Adds an address, unless it is entered already or there are too many. If an earlier NIC has `used` the address,
+    /// it is announced at once; otherwise it is probed for first.
     pub fn add(&mut self, address: IpAddr, used: bool, now: u64) {
         if self.own.len() == MOST_ADDRESSES || self.own.iter().any(|own| own.address == address) {
             return;
@@ -119,20 +119,20 @@ impl Resolver {
         self.own.push(one);
     }
 
-    /// Makes the counters of an address go on from these, those of a NIC before this one.
+    /// Makes the counters of an address go on from these, which an earlier NIC has counted.
     pub fn continue_counting(&mut self, address: IpAddr, counters: Counters) {
         if let Some(own) = self.own.iter_mut().find(|own| own.address == address) {
             own.counters = counters;
         }
     }
 
-    /// Removes all addresses but those that are `wanted`.
+    /// Removes all addresses that are not in `wanted`.
     pub fn keep_only(&mut self, wanted: &[IpAddr]) {
         self.own.retain(|own| wanted.contains(&own.address));
         self.set_due();
     }
 
-    /// Sets the MAC address that the addresses are to be found at, and announces it if it is another one.
+    /// Sets the MAC address of all addresses, and announces it if it has changed.
     pub fn set_mac(&mut self, mac: [u8; 6], now: u64) {
         if core::mem::replace(&mut self.mac, mac) == mac {
             return;
@@ -185,7 +185,7 @@ impl Resolver {
         self.set_due();
     }
 
-    /// Sends what is due for one address, and sets what comes next.
+    /// Sends the frames that are due for one address, and schedules the next ones.
     fn advance(&mut self, index: usize, now: u64, send: &mut impl FnMut(&[u8])) {
         let Timing { probes, between_probes, settle, announcements, between_announcements, .. } = self.timing;
         let between = self.delay(between_probes, 2 * between_probes);
@@ -233,12 +233,13 @@ impl Resolver {
         // A reply to such an address answers the kernel, which asks from it.
         let asked = self.find(IpAddr::from(arp.target)).filter(|_| arp.is_request);
         let Some(index) = claimed.or(asked) else { return Received::Other };
-        // A loop of the link returns what was sent here.
+        // The link has a loop, so a frame sent by this host comes back.
         if arp.sender_mac == self.mac {
             return Received::Own;
         }
         let state = self.own[index].state;
-        // While it is probed for, another host that probes for it has it as well (RFC 5227 section 2.1.1).
+        // While this host probes for the address, another host's probe for it counts as a claim as well (RFC 5227
+        // section 2.1.1).
         let also_probes = arp.sender == [0; 4] && state == State::Probing;
         if claimed.is_some() || also_probes {
             self.conflict(index, arp.sender_mac, now, send);
@@ -282,9 +283,9 @@ impl Resolver {
         may
     }
 
-    /// Another host claims the address. While it is probed for, it is given up. One in use is kept, since connections
-    /// are bound to it, and defended, but not more often than the timing says: hosts that defend at every claim would
-    /// go on for ever (RFC 5227 section 2.4 (c)).
+    /// Handles another host's claim to an address. An address that is still being probed for is given up. An address in
+    /// use is kept, since connections are bound to it, and defended; but not more often than the timing says, since two
+    /// hosts that defend at every claim would go on for ever (RFC 5227 section 2.4 (c)).
     fn conflict(&mut self, index: usize, rival: [u8; 6], now: u64, send: &mut impl FnMut(&[u8])) {
         let mac = self.mac;
         let own = &mut self.own[index];

@@ -3,7 +3,8 @@
 /// Times in microseconds, and numbers of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Timing {
-    /// The first probe comes within this time, at random, so that hosts that start together do not probe at once.
+    /// The first probe is sent at a random time within this one, so that hosts that start together do not all probe at
+    /// once.
     pub first_probe: u64,
     /// Number of probes.
     pub probes: u32,
@@ -15,7 +16,7 @@ pub struct Timing {
     pub announcements: u32,
     /// Time between two announcements.
     pub between_announcements: u64,
-    /// Least time between two defences of an address that somebody else uses, too.
+    /// Least time between two defences of an address that another host uses, too.
     pub between_defences: u64,
 }
 

@@ -18,7 +18,7 @@ fn resolver(speaker: Speaker) -> Resolver {
     Resolver::new(OURS, speaker, Timing::default(), 12345)
 }
 
-/// One that uses both addresses, with all announcements sent, and the time.
+/// A resolver that uses both addresses and has sent all announcements, and the time.
 fn used() -> (Resolver, u64) {
     let mut resolver = resolver(Speaker::Here);
     resolver.add(V4.into(), true, START);
@@ -27,7 +27,7 @@ fn used() -> (Resolver, u64) {
     (resolver, now)
 }
 
-/// Polls until nothing is due. Returns what was sent, with the times, and the last of these.
+/// Polls until nothing is due. Returns the frames that were sent, each with its time, and the time at the end.
 fn run(resolver: &mut Resolver) -> (Vec<(u64, Vec<u8>)>, u64) {
     let (mut sent, mut now) = (Vec::new(), START);
     while resolver.due() != u64::MAX {
@@ -165,7 +165,7 @@ fn an_address_that_another_host_has_is_not_used() {
         assert!(resolver.take_changed());
         let taken: Vec<_> = resolver.own().iter().filter(|own| own.state == State::Taken).collect();
         assert_eq!((taken.len(), taken[0].rival, taken[0].counters.conflicts), (1, THEIRS, 1));
-        // Nothing more is sent for it, and what is asked about it is the kernel's.
+        // The resolver sends nothing more for the address, and leaves questions about it to the kernel.
         let lost = taken[0].address;
         let (sent, _) = run(&mut resolver);
         assert_eq!(sent.len(), 5);
@@ -277,8 +277,8 @@ fn forged() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    /// Whatever comes, as often as it comes: an address in use stays so, no second has more answers than all shares
-    /// give, and there is at most one frame for each that came.
+    /// Whatever frames come, and however often: an address in use stays in use, no second has more answers than all
+    /// shares together allow, and at most one frame is sent for each frame received.
     #[test]
     fn any_frames_are_bounded_and_harmless(frames in proptest::collection::vec(forged(), 1..400), verified in any::<bool>()) {
         let (mut resolver, now) = used();
@@ -295,7 +295,7 @@ proptest! {
         prop_assert!(resolver.due() == u64::MAX);
     }
 
-    /// While it is being probed for, it is in use at the end or taken, and a taken one has had a conflict.
+    /// After probing, whatever frames came, the address is in use or taken; it is taken only if there was a conflict.
     #[test]
     fn probing_ends_in_use_or_taken(frames in proptest::collection::vec((forged(), 0..10_000_000u64), 0..40), seed in any::<u64>()) {
         let mut resolver = Resolver::new(OURS, Speaker::Here, Timing::default(), seed);

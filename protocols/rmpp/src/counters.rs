@@ -1,4 +1,4 @@
-//! Counters of packets, and of those that were dropped, by reason.
+//! Counters of packets, and of dropped packets by reason.
 
 use baton_wire::rmpp::Refusal;
 
@@ -12,15 +12,15 @@ pub enum Drop {
     NoMessage,
     /// From another peer, endpoint or incarnation than the message's.
     Stranger,
-    /// Data behind what was cleared.
+    /// Data of packets that were not cleared.
     NotCleared,
     /// A data packet of another length than its place in the message has.
     Length,
-    /// Data that had been placed before, or a packet that repeats what is known.
+    /// Data that had been placed before, or another packet that says nothing new.
     Duplicate,
     /// A CTS that clears nothing of this message, or more than there is.
     ClearedTooMuch,
-    /// A CTS older than one that has come.
+    /// A CTS that is older than one received before.
     OldGrant,
     /// An RTS for which no buffer was posted.
     NoBuffer,
@@ -34,7 +34,7 @@ pub enum Drop {
     WrongIncarnation,
     /// No room for another peer.
     Peers,
-    /// An RTS numbered beyond the window, or a floor beyond what was sent.
+    /// An RTS numbered beyond the window, or a floor above the numbers that were sent.
     Window,
     /// No room for another incoming message.
     Messages,
@@ -47,7 +47,7 @@ pub struct Counters {
     pub received: u64,
     /// Packets sent.
     pub sent: u64,
-    /// Data packets placed in memory, those that came by a stream included.
+    /// Data packets placed in memory, including those that came by a stream.
     pub placed: u64,
     /// Streams that peers have opened.
     pub streams: u64,
@@ -55,7 +55,8 @@ pub struct Counters {
     pub streams_ended: u64,
     /// Runs received.
     pub runs: u64,
-    /// Of these, runs that were sent unasked: taken, and dropped since nobody wanted them yet, or not all of them.
+    /// Of these, runs that were sent unasked: the number that was taken, and the number that was dropped since no
+    /// receive wanted them yet, or not all of their bytes.
     pub unasked: [u64; 2],
     /// Bytes of messages received and sent by streams.
     pub streamed: [u64; 2],

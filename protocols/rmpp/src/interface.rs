@@ -1,7 +1,8 @@
 //! The interface between the halves: [`Command`]s from the policy to the data half, [`Event`]s back.
 //!
-//! Both have one fixed size, [`WORDS`] words, so that they can cross a ring in shared memory. What is read from one is
-//! checked field by field: the other process may be an untrusted program, or dead in the middle of a word.
+//! Both have one fixed size, [`WORDS`] words, so that they can cross a ring in shared memory. Words that are read from
+//! a ring are checked field by field: the other process may be an untrusted program, or may have died while it was
+//! writing.
 
 use crate::memory::Region;
 use baton_wire::Endpoint;
@@ -19,7 +20,7 @@ pub enum Half {
     Sending,
 }
 
-/// What the policy asks of the data half.
+/// What the policy orders the data half to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Command {
     /// Enters a peer under a number: its address and endpoint, our incarnation and its own. Both halves get it.
@@ -63,7 +64,7 @@ pub enum Command {
         first: u16,
         /// What the RTS says.
         rts: Rts,
-        /// Data packets before the last cleared one that the RSM is sent: the paper's k (section 4.4).
+        /// How many data packets before the last cleared one the RSM is sent: the paper's k (section 4.4).
         early: u8,
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
@@ -75,14 +76,14 @@ pub enum Command {
         handle: u32,
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
-        /// The receiver asks for the RTS: what it has cleared before does not count.
+        /// The receiver asks for the RTS again: packets that it has cleared before do not count as cleared any more.
         anew: bool,
     },
     /// Enters a message to receive if it is new, clears packets of it, and sends the CTS.
     Clear {
         /// Our handle of the message.
         handle: u32,
-        /// Whom it comes from.
+        /// The sender.
         peer: u16,
         /// Its number.
         message: u32,
@@ -94,23 +95,24 @@ pub enum Command {
         rest: u64,
         /// Bytes of each data packet but the last.
         fragment: u16,
-        /// Data packets that are wanted: those that reach into the region.
+        /// Number of wanted data packets: packets whose data reaches into the region.
         packets: u32,
         /// First packet cleared.
         first: u32,
         /// Packets cleared by this CTS.
         count: u16,
-        /// Packets behind these that the data half may clear by itself, with further CTS of up to `count` packets, when
-        /// the RSM comes.
+        /// Number of packets behind these that the data half may clear by itself when the RSM comes, with further CTS
+        /// of up to `count` packets.
         ahead: u32,
         /// Number of the grant. Further CTS get the numbers behind it.
         grant: u16,
     },
-    /// Forgets a message. With `confirm`, [`Event::Released`] follows: from then on its memory is not touched.
+    /// Forgets a message. With `confirm`, [`Event::Released`] follows; after that event the data half does not access
+    /// the message's memory.
     Release {
         /// Our handle of the message.
         handle: u32,
-        /// The half that has it.
+        /// The half that has the message.
         half: Half,
         /// Whether to answer.
         confirm: bool,
@@ -122,9 +124,9 @@ pub enum Command {
         /// The packet.
         header: Header,
     },
-    /// Sets who matches; [`Event::Matcher`] follows, but for [`Matcher::Data`].
+    /// Sets which half matches. [`Event::Matcher`] follows, except after [`Matcher::Data`].
     SetMatcher {
-        /// Who matches from now on.
+        /// Which half matches from now on.
         matcher: Matcher,
     },
     /// Posts a receive to a data half that matches. It takes the oldest unexpected message that it accepts, as the
@@ -148,7 +150,7 @@ pub enum Command {
         /// The receive.
         receive: u32,
     },
-    /// Enters an unexpected message, of which the policy knows already.
+    /// Enters an unexpected message that the policy knows already.
     Unexpected {
         /// Our handle of the message.
         handle: u32,
@@ -159,7 +161,7 @@ pub enum Command {
         /// Its tag.
         tag: u64,
     },
-    /// Forgets an unexpected message, which was claimed or given up.
+    /// Forgets an unexpected message that was claimed or given up.
     Discard {
         /// The message.
         handle: u32,
@@ -169,19 +171,19 @@ pub enum Command {
         /// The handle.
         handle: u32,
     },
-    /// Lets the data half clear so many packets more by itself.
+    /// Lets the data half clear this many more packets by itself.
     Credit {
         /// Packets.
         packets: u32,
     },
 }
 
-/// Who gives messages to receives.
+/// Which half gives messages to receives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Matcher {
     /// The policy: each RTS is reported.
     Policy,
-    /// Nobody: each RTS is dropped, as if lost, until the data half knows all receives and unexpected messages.
+    /// Neither half: each RTS is dropped, as if lost, until the data half knows all receives and unexpected messages.
     Nobody,
     /// The data half.
     Data,
@@ -206,7 +208,7 @@ impl Matcher {
 pub struct Arrived {
     /// Its sender.
     pub peer: u16,
-    /// Our incarnation towards the sender, and its own, as the data half knows them.
+    /// The data half's view of our incarnation towards the sender, and of the sender's own.
     pub incarnations: [u32; 2],
     /// Number of the message.
     pub message: u32,
@@ -216,11 +218,11 @@ pub struct Arrived {
     pub handle: u32,
     /// The receive that it was given to; None if it is unexpected.
     pub receive: Option<u32>,
-    /// What its RTS says.
+    /// The content of its RTS.
     pub rts: Rts,
     /// Bytes of it that the RTS carried.
     pub first: u16,
-    /// If it is unexpected: the buffer that holds those bytes. Else they are in the receive's region.
+    /// The buffer that holds these bytes, if the message is unexpected. Otherwise they are in the receive's region.
     pub buffer: u16,
     /// Packets that were cleared, in grant 1.
     pub count: u16,
@@ -246,7 +248,7 @@ impl Command {
     }
 }
 
-/// What the data half reports.
+/// What the data half reports to the policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// An RTS came; the message's first bytes are in a buffer, which belongs to the policy now.
@@ -287,7 +289,7 @@ pub enum Event {
         /// All packets before this one have been placed.
         placed: u32,
     },
-    /// A packet came before one that should have come first (section 4.2).
+    /// A packet has come while an earlier one is missing (section 4.2).
     Gap {
         /// The message.
         handle: u32,
@@ -303,17 +305,17 @@ pub enum Event {
     Released {
         /// The message.
         handle: u32,
-        /// The half that had it.
+        /// The half that had the message.
         half: Half,
     },
-    /// A message was taken up by a data half that matches.
+    /// The data half, which matches, has taken up a message.
     Arrived(Arrived),
     /// A receive is not posted any more. Unless a message that was reported before has got it, it has none.
     Cancelled {
         /// The receive.
         receive: u32,
     },
-    /// Answers [`Command::SetMatcher`]: what was reported before it belongs to what was set before.
+    /// Answers [`Command::SetMatcher`]: events before this one belong to the previous matcher.
     Matcher(Matcher),
 }
 
@@ -363,7 +365,7 @@ impl Writer {
     }
 }
 
-/// Reads fields out of words, and notes whether one was out of range.
+/// Reads fields from words, and notes whether a field was out of range.
 struct Reader<'a> {
     words: &'a [u64; WORDS],
     at: usize,

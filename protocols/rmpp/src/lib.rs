@@ -18,8 +18,8 @@
 //! | 2 | `Policy` | `Data` with both halves |
 //! | 3 | as 2, with [`Config::early`] > 0 | as 2 |
 //!
-//! Times are microseconds since an origin of the caller's choice. What is sent and received lies in the caller's memory
-//! ([`Memory`]) and is named by its offset. Nothing here allocates for a packet.
+//! Times are microseconds since an origin of the caller's choice. Data that is sent and received lies in the caller's
+//! memory ([`Memory`]) and is named by its offset. Handling a packet allocates no memory.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -42,8 +42,8 @@ pub use policy::{
     Side,
 };
 
-/// Messages between two endpoints that the receiver need not have acknowledged: numbers beyond that wait at the sender,
-/// and are refused by the receiver. It bounds what a receiver keeps for one peer.
+/// Most messages between two endpoints that the receiver has not acknowledged: messages with higher numbers wait at the
+/// sender, and the receiver refuses them. This bounds how much a receiver keeps for one peer.
 pub const WINDOW: u32 = 64;
 
 /// Whether number `a` comes before `b`, modulo 2³².

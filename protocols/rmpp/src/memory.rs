@@ -9,15 +9,15 @@ pub struct Region {
     pub length: u64,
 }
 
-/// Memory that host and NIC share: an endpoint's message buffers, and its buffers for RTS packets. Whoever implements
-/// it checks every offset: they come from the program, or from the other process.
+/// Memory that host and NIC share: an endpoint's message buffers, and its buffers for RTS packets. An implementation
+/// must check every offset, since offsets come from the program or from the other process.
 pub trait Memory {
     /// Copies from `offset` on into `out`. False, and nothing is copied, if that is outside the memory.
     fn read(&self, offset: u64, out: &mut [u8]) -> bool;
     /// Copies `data` to `offset`. False, and nothing is copied, if that is outside the memory.
     fn write(&mut self, offset: u64, data: &[u8]) -> bool;
-    /// Copies `length` bytes inside the memory; the two parts do not overlap. False, and nothing is copied, if one is
-    /// outside.
+    /// Copies `length` bytes inside the memory; the two parts do not overlap. Returns false, and copies nothing, if a
+    /// part is outside.
     fn copy(&mut self, from: u64, to: u64, length: u64) -> bool;
 }
 

@@ -2,9 +2,9 @@
 
 use alloc::collections::VecDeque;
 
-/// Takes the first entry. A queue that this empties begins again at the start of its memory: one that has room for
-/// thousands, and is used by a few at a time, would else go through all of it, and each entry would come from a farther
-/// cache.
+/// Takes the first entry. A queue that becomes empty begins again at the start of its memory. Otherwise a queue with
+/// room for thousands that holds only a few entries at a time would cycle through all of its memory, and each entry
+/// would come from a slower cache.
 pub fn take_first<T>(queue: &mut VecDeque<T>) -> Option<T> {
     let first = queue.pop_front();
     if queue.is_empty() {

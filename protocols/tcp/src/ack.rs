@@ -1,4 +1,5 @@
-//! Acknowledgements: what they take off the send queue, and the peer's window (RFC 9293 section 3.10.7.4, fifth check).
+//! Acknowledgements: which bytes they free in the send queue, and the peer's window (RFC 9293 section 3.10.7.4, fifth
+//! check).
 
 use crate::connection::{Connection, State};
 use crate::scoreboard::Sample;
@@ -21,7 +22,7 @@ impl Connection {
         self.process_outstanding(segment, advanced, now)
     }
 
-    /// The same for a plain segment, with little to do while nothing is in flight.
+    /// Processes a plain segment's acknowledgement, with little work while nothing is in flight.
     #[inline(always)]
     pub(crate) fn process_plain_ack(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
         if self.send.una == self.send.nxt {
@@ -37,9 +38,9 @@ impl Connection {
         self.process_ack(&Segment::from(&segment), now)
     }
 
-    /// A segment came while nothing was in flight. It answers probes; but while the peer's window is closed, answers
-    /// neither shorten the intervals between probes nor begin TCP_USER_TIMEOUT anew (RFC 9293 section 3.8.6.1, as in
-    /// Linux).
+    /// Handles a segment that came while nothing was in flight. It answers probes; but while the peer's window is
+    /// closed, answers neither shorten the intervals between probes nor restart TCP_USER_TIMEOUT (RFC 9293 section
+    /// 3.8.6.1, as in Linux).
     #[inline(always)]
     fn peer_answers(&mut self) {
         if self.timers.probes > 0 || self.rtt.backoff > 0 {
@@ -94,8 +95,9 @@ impl Connection {
             match self.state {
                 State::FinWait1 => self.state = State::FinWait2,
                 State::Closing => events |= Events::TIME_WAIT,
-                // A program that has not closed it may still read, and what it has not read goes with the connection
-                // if its owner changes. So it waits as after a simultaneous close; RFC 9293 section 3.10.7.4 has
+                // A program that has not closed the connection may still read, and unread bytes move with the
+                // connection if its owner changes. So the connection waits as after a simultaneous close; RFC 9293
+                // section 3.10.7.4 has
                 // CLOSED at once, in which there is no connection to hand over.
                 State::LastAck if !self.orphan => events |= Events::TIME_WAIT,
                 State::LastAck => {
@@ -150,8 +152,8 @@ impl Connection {
     }
 
     /// RFC 9293 section 3.10.7.4: the window moves with newer segments only, and not with an acknowledgement that
-    /// another one has overtaken. Of two that acknowledge the same, the one with the larger window is the newer one,
-    /// unless the other closes it (as in Linux).
+    /// another one has overtaken. Of two segments that acknowledge the same, the one with the larger window counts as
+    /// newer, unless the other one closes the window (as in Linux).
     #[inline(always)]
     pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
         let (send, wl1) = (&mut self.send, &mut self.receive.wl1);

@@ -102,7 +102,7 @@ impl Cubic {
         }
     }
 
-    /// Takes up what an image holds, beside window and threshold. `round_end` has been checked by the caller.
+    /// Takes up the state that an image holds beside window and threshold. The caller has checked `round_end`.
     pub fn take_up(&mut self, image: &nic::Congestion, rtt: &mut Rtt, now: Instant) {
         let nic::Congestion {
             w_max,

@@ -1,4 +1,4 @@
-//! The state of one connection, and what its program asks of it.
+//! The state of one connection, and the calls of its program.
 
 use crate::congestion::Cubic;
 use crate::open::Opening;
@@ -55,7 +55,7 @@ pub enum EndReason {
     Aborted,
 }
 
-/// What a host configures; defaults are Linux's.
+/// The settings of a host; the defaults are Linux's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Receive memory in bytes.
@@ -183,7 +183,7 @@ pub(crate) struct Receive {
 }
 
 impl Receive {
-    /// Whether a segment is acknowledged at once as one of the first ones. There is one less of these then.
+    /// Whether a segment is acknowledged at once because it is one of the first. If so, counts it.
     #[inline(never)]
     pub fn takes_quick_ack(&mut self) -> bool {
         let left = self.quick_acks.checked_sub(1);
@@ -197,7 +197,7 @@ pub(crate) const QUICK_ACKS: u8 = 16;
 /// As many quick acknowledgements as there are segments.
 pub(crate) const ALWAYS: u8 = u8::MAX;
 
-/// What both ends agreed on.
+/// The options on which both ends have agreed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Agreed {
@@ -209,12 +209,12 @@ pub(crate) struct Agreed {
 }
 
 bitflags! {
-    /// What is to be sent, or said with the next segment, beside data.
+    /// What has to be sent beside data, by itself or with the next segment.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub(crate) struct Due: u8 {
         /// An acknowledgement, at once.
         const ACK = 1;
-        /// Congestion was experienced: echo it until the peer says CWR.
+        /// Congestion was experienced: echo that until the peer sends CWR.
         const ECHO = 2;
         /// A duplicate is to be reported (RFC 2883).
         const DUPLICATE = 4;
@@ -237,8 +237,8 @@ impl Due {
     }
 }
 
-/// A TCP connection. What ordinary segments need comes first and fills three cache lines; the second of them is all
-/// that a predicted one needs ([`Connection::predict_data`]).
+/// A TCP connection. The fields that ordinary segments need come first and fill three cache lines; a predicted segment
+/// needs only the second of these ([`Connection::predict_data`]).
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct Connection {
@@ -336,7 +336,7 @@ impl Connection {
         self.set_mtu(self.config.mtu);
     }
 
-    /// What [`Connection::set_max_segment`] or the configuration set.
+    /// The limit set by [`Connection::set_max_segment`] or the configuration.
     pub fn max_segment(&self) -> u32 {
         self.config.max_segment
     }
@@ -482,9 +482,9 @@ impl Connection {
         self.send.fin_queued = matches!(self.state, State::SynReceived | State::FinWait1 | State::LastAck);
     }
 
-    /// The program closes the connection and has nothing more to do with it: [`Connection::shutdown`], and from now on
-    /// there is an end to what the peer can make it wait for (Linux's orphans, RFC 9293 section 3.8.6.1):
-    /// acknowledgements, and an open window.
+    /// The program closes the connection and gives it up. Does [`Connection::shutdown`]; in addition, from now on the
+    /// connection waits only for a limited time for the peer's acknowledgements and for an open window (Linux's
+    /// orphans, RFC 9293 section 3.8.6.1).
     pub fn close(&mut self) {
         self.set_cork(false);
         self.orphan = true;
@@ -534,8 +534,8 @@ impl Connection {
         self.receive.memory
     }
 
-    /// Turns Nagle's algorithm off or on. Turned off, what is held back goes out at once, under a cork, too (as in
-    /// Linux).
+    /// Turns Nagle's algorithm off or on. When it is turned off, data that is held back goes out at once, even under a
+    /// cork (as in Linux).
     pub fn set_nodelay(&mut self, nodelay: bool) {
         self.config.nodelay = nodelay;
         if nodelay {
@@ -552,9 +552,9 @@ impl Connection {
         self.held = false;
     }
 
-    /// Holds back the partial segment that ends with what was queued last (MSG_MORE), or does not: for no longer than a
-    /// cork, and until the peer acknowledges something or sends something unusual. An acknowledgement that this end
-    /// sends does not take it along (both as in Linux, where tcp_data_snd_check pushes what waits).
+    /// Sets whether the partial segment that ends with the last queued bytes is held back (MSG_MORE): no longer than by
+    /// a cork, and only until the peer acknowledges data or sends something unusual. An acknowledgement of this end
+    /// does not take the held data along (both as in Linux, where tcp_data_snd_check pushes waiting data).
     #[inline]
     pub fn hold_back(&mut self, held: bool) {
         self.held = held;

@@ -1,6 +1,6 @@
-//! The fast path, for a connection whose TCP runs in two places: one has the fast path and nothing else, the other has
-//! the whole protocol and goes on with the connection whenever it leaves the fast path. Here is the line between the
-//! two; both run the same code.
+//! The fast path, for a connection whose TCP runs in two places: one place runs the fast path only, the other runs the
+//! whole protocol and takes the connection over whenever it leaves the fast path. This module draws the line between
+//! the two; both run the same code.
 
 use crate::connection::{Connection, Due, State};
 use crate::recovery::Phase;
@@ -21,8 +21,8 @@ impl Connection {
         self.expects(&segment) && window > 0 && !duplicate
     }
 
-    /// The same for any segment: one with other flags than ACK and PSH, other options than timestamps, or a congestion
-    /// mark (RFC 3168) does not belong to the fast path.
+    /// Whether any segment belongs to the fast path: it must have no flags but ACK and PSH, no options but timestamps,
+    /// and no congestion mark (RFC 3168).
     pub fn is_fast_segment(&self, segment: &Segment) -> bool {
         let Segment { seq, ack, window, length, options, .. } = *segment;
         let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0
@@ -34,8 +34,9 @@ impl Connection {
         plain && self.is_fast(Plain { seq, ack, window, timestamps: options.timestamps, length })
     }
 
-    /// Whether nothing is under way but the fast path: the connection is open both ways, nothing is out of order, lost
-    /// or sent again, the peer's window is open, and no timer runs but those of ordinary data and acknowledgements.
+    /// Whether the connection needs nothing but the fast path: it is open in both directions, nothing is out of order,
+    /// lost or sent again, the peer's window is open, and no timer runs but those of ordinary data and
+    /// acknowledgements.
     pub fn is_quiet(&self) -> bool {
         let board = &self.scoreboard;
         self.state == State::Established
@@ -52,8 +53,8 @@ impl Connection {
             && !self.due.intersects(Due::RESET | Due::PROBE | Due::FORCE | Due::ECHO | Due::DUPLICATE)
     }
 
-    /// Whether a timer has expired at `now` that is not the fast path's own, which is that of the delayed
-    /// acknowledgement.
+    /// Whether a timer other than the fast path's own has expired at `now`. The fast path's own timer is that of the
+    /// delayed acknowledgement.
     pub fn slow_timer_is_due(&self, now: Instant) -> bool {
         let timers = &self.timers;
         timers.send_at.min(timers.keepalive_at).min(timers.time_wait_at) <= now
@@ -99,7 +100,8 @@ mod tests {
         assert!(tcp.is_fast_segment(&Segment { window: 900, ..acknowledgement }), "a new window");
     }
 
-    /// The short way for data in order does what the general one does, or nothing, in whatever state the connection is.
+    /// The short code path for data in order does the same as the general one, or nothing, in every state of the
+    /// connection.
     #[test]
     fn the_short_way_does_what_the_general_one_does() {
         let (mut random, mut short, mut general) = (1u64, 0, 0);
@@ -148,7 +150,7 @@ mod tests {
                         assert_eq!(words[PREDICTED..], record[PREDICTED..], "what is in both copies of the record");
                         short += 1;
                         seq = tcp.rcv_nxt();
-                        // What was predicted holds for the next segment, too.
+                        // The prediction holds for the next segment, too.
                         if draw(2) == 0 {
                             let mut again = tcp.clone();
                             let predicted = again.receive.predicted;

@@ -1,4 +1,4 @@
-//! What a program may ask about its connection: the TCP part of Linux's TCP_INFO.
+//! The data that a program can query about its connection: the TCP part of Linux's TCP_INFO.
 
 use crate::connection::{Connection, State};
 use crate::recovery::{DUPLICATE_THRESHOLD, Phase};
@@ -47,9 +47,9 @@ pub struct Info {
     pub snd_mss: u32,
     /// Segments sent and not acknowledged.
     pub unacked: u32,
-    /// Of those, SACKed ones.
+    /// Of the segments in flight, the SACKed ones.
     pub sacked: u32,
-    /// Of those, ones held for lost.
+    /// Of the segments in flight, the ones that count as lost.
     pub lost: u32,
     /// Retransmissions in flight.
     pub retrans: u32,

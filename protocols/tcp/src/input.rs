@@ -18,14 +18,14 @@ const SMALL: u32 = 500;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
-/// RFC 5961 section 5.2: whether the peer can send this acknowledgement. It is neither one of what was never sent, nor
-/// an ancient one.
+/// RFC 5961 section 5.2: whether the peer can have sent this acknowledgement. It must neither acknowledge data that was
+/// never sent nor be too old.
 fn may_acknowledge(send: &Send, ack: u32) -> bool {
     at_or_before(ack, send.nxt) && at_or_before(send.una.wrapping_sub(send.max_wnd), ack)
 }
 
 impl Connection {
-    /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for
+    /// Processes one segment. The caller then does what [`Received`] says, and calls [`Connection::poll_transmit`] for
     /// answers.
     #[inline]
     pub fn input(&mut self, segment: &Segment, now: Instant) -> Received {
@@ -41,7 +41,7 @@ impl Connection {
         self.input_any(segment, now)
     }
 
-    /// Van Jacobson's header prediction: feeds a segment that [`Connection::expects`]. All of its payload lies in
+    /// Van Jacobson's header prediction: processes a segment that [`Connection::expects`]. All of its payload lies in
     /// receive memory.
     #[inline(always)]
     pub fn predict(&mut self, segment: &Plain, now: Instant) -> Predicted {
@@ -49,14 +49,14 @@ impl Connection {
         let (acked, events) = self.take_expected(segment, now);
         // Still ESTABLISHED and nothing out of order: no need to look at these again.
         let quiet = self.nothing_but_acknowledgement();
-        // Its timestamps are there if ours are to be.
+        // The segment has timestamps if both ends have agreed on them.
         let timestamps = segment.timestamps.is_some();
         Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(timestamps, now)) }
     }
 
-    /// Looks whether the next segment may be the most usual one: data with timestamps while the connection is open,
-    /// nothing is in flight, out of order or waits to be sent, and everything is acknowledged. If so, notes it for
-    /// [`Connection::predict_data`], which looks at the segment alone, as Linux does with `pred_flags`.
+    /// Checks whether the next segment may be of the most usual kind: data with timestamps while the connection is
+    /// open, nothing is in flight, out of order or waits to be sent, and everything is acknowledged. If so, notes that
+    /// for [`Connection::predict_data`], which then checks only the segment, as Linux does with `pred_flags`.
     /// [`Connection::disable_prediction`] must be called before anything else is done to the connection.
     pub fn enable_prediction(&mut self) -> bool {
         let (send, receive) = (&self.send, &self.receive);
@@ -73,7 +73,7 @@ impl Connection {
             && self.reassembly.is_empty()
             && self.timers.probes | self.rtt.backoff == 0
             && self.timers.ack_at == Instant::NEVER
-            // No later segment has set the window, and the segment's is the same one.
+            // No later segment has set the window, and this segment's window is the same.
             && !before(receive.nxt, receive.wl1)
             && field > 0
             && field <= u32::from(u16::MAX)
@@ -91,10 +91,10 @@ impl Connection {
         self.receive.predicted = NOT_PREDICTED;
     }
 
-    /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if it is to
-    /// be acknowledged at once. The next one is possible, too. All of its payload has to be put into receive memory
-    /// before the acknowledgement leaves. None, and nothing is done, for any other segment. `clock` is the time in
-    /// milliseconds.
+    /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if that
+    /// segment is to be acknowledged at once. Afterwards the next segment may be predicted, too. All of the payload has
+    /// to be put into receive memory before the acknowledgement leaves. For any other segment returns None and does
+    /// nothing. `clock` is the time in milliseconds.
     #[inline(always)]
     pub fn predict_data(&mut self, segment: &Fields, now: Instant, clock: u32) -> Option<Acknowledgement> {
         let Fields { control, numbers, value, length } = *segment;
@@ -121,8 +121,8 @@ impl Connection {
         Some(Acknowledgement { seq: ack, ack: seq.wrapping_add(length), window: self.next_window(), timestamps })
     }
 
-    /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no
-    /// surprise. Any other one is [`Connection::input`]'s.
+    /// Whether the segment is the next one in order of an open connection with nothing out of order, and has nothing
+    /// unusual. Any other segment must go to [`Connection::input`].
     #[inline(always)]
     pub fn expects(&self, segment: &Plain) -> bool {
         if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
@@ -146,10 +146,10 @@ impl Connection {
     fn take_expected(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
         self.receive.last_at = now;
         if let Some((value, _)) = segment.timestamps {
-            // RFC 7323 section 4.3, of which all but this has been looked at.
+            // The remaining condition of RFC 7323 section 4.3; the others have been checked.
             if segment.seq == self.receive.last_ack {
                 self.receive.ts_recent = value;
-                // Some hosts send 0 until they know better; as in Linux it is not compared with.
+                // Some hosts send 0 until they have a clock value; as in Linux, 0 is not used for comparisons.
                 self.receive.ts_known = value != 0;
             }
         }
@@ -173,7 +173,7 @@ impl Connection {
         }
         if self.too_old(segment, now) || !self.acceptable(segment) {
             if segment.flags.contains(Flags::SYN) && !segment.flags.contains(Flags::RST) {
-                // RFC 5961 section 4.2: whatever its sequence number.
+                // RFC 5961 section 4.2: a SYN is challenged whatever its sequence number.
                 self.challenge(now);
             } else if !segment.flags.contains(Flags::RST) {
                 self.refuse(segment, now);
@@ -238,10 +238,10 @@ impl Connection {
         }
     }
 
-    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on
-    /// the way: it has no data that could be wrong, and what its SACK blocks say counts. (Linux,
-    /// tcp_disordered_ack_check, takes only those that say nothing new; a path that reorders and duplicates was slower
-    /// by a tenth so.)
+    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken in
+    /// the network: it has no data that could be wrong, and its SACK blocks count. (Linux, tcp_disordered_ack_check,
+    /// accepts only such acknowledgements that say nothing new; with that rule, a path that reorders and duplicates was
+    /// slower by a tenth.)
     fn was_overtaken(&self, segment: &Segment, age: u32) -> bool {
         let plain = segment.length == 0 && segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
         plain
@@ -253,7 +253,7 @@ impl Connection {
     /// The four cases of RFC 9293 table 6, in the lenient form that also lets retransmissions of old data be answered.
     fn acceptable(&self, segment: &Segment) -> bool {
         let r = &self.receive;
-        // The left edge is the last acknowledgement sent, so that what lies between it and rcv_nxt can still update the
+        // The left edge is the last acknowledgement sent, so that segments between it and rcv_nxt can still update the
         // window.
         !before(segment.end(), r.last_ack) && at_or_before(segment.seq, r.adv)
     }
@@ -308,11 +308,11 @@ impl Connection {
         Received { events, ..Received::default() }
     }
 
-    /// Takes the timestamp of a segment that brings no new data: the last owner of the connection has processed it.
-    /// False, and nothing is taken, if the peer cannot have sent it: it lies further back than a window, or its
-    /// acknowledgement is impossible. Anybody can send segments with this 4-tuple, and half of all sequence numbers
-    /// come before RCV.NXT. With the timestamp of such a segment PAWS would refuse all that the peer sends, here and
-    /// in the kernel, which gets TS.Recent with the connection.
+    /// Takes over the timestamp of a segment that brings no new data, since the connection's last owner has processed
+    /// the segment. Returns false, and takes nothing, if the peer cannot have sent the segment: it lies further back
+    /// than a window, or its acknowledgement is impossible. Anybody can send segments with this 4-tuple, and half of
+    /// all sequence numbers come before RCV.NXT. With the timestamp of a forged segment, PAWS would refuse all segments
+    /// of the peer, here and in the kernel, which gets TS.Recent with the connection.
     pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) -> bool {
         let behind = self.receive.nxt.wrapping_sub(segment.seq);
         let acknowledges = segment.flags.contains(Flags::ACK) && may_acknowledge(&self.send, segment.ack);
@@ -329,7 +329,8 @@ impl Connection {
     fn take_timestamp(&mut self, seq: u32, timestamps: Option<(u32, u32)>, now: Instant) {
         let r = &mut self.receive;
         if now.since(r.last_at) >= TS_RECENT_LASTS {
-            // Also where this segment's own does not count: it overtook the one that is next.
+            // This also happens if the segment's own timestamp does not count, because the segment overtook the next
+            // one in order.
             (r.ts_recent, r.ts_known) = (0, false);
         }
         r.last_at = now;
@@ -342,8 +343,8 @@ impl Connection {
         }
     }
 
-    /// TS.Recent for whoever has the connection next and does not learn how old it is; 0 if it is too old to be
-    /// compared with.
+    /// TS.Recent for the connection's next owner, which does not learn how old the value is; 0 if it is too old for
+    /// comparisons.
     pub(crate) fn recent_timestamp(&self, now: Instant) -> u32 {
         let r = &self.receive;
         if now.since(r.last_at) < TS_RECENT_LASTS { r.ts_recent } else { 0 }
@@ -385,8 +386,8 @@ impl Connection {
         let fin = segment.flags.contains(Flags::FIN) && end == whole_end && at_or_before(next, whole_end);
         (received.skip, received.place, received.place_seq) = (skip.min(segment.length), length, seq);
         if end != whole_end {
-            // What lies beyond the window is dropped, and answered: a closed window is probed with a byte of data
-            // (section 3.8.6.1).
+            // Data beyond the window is dropped, and answered with an acknowledgement: a closed window is probed with a
+            // byte of data (section 3.8.6.1).
             self.due |= Due::ACK;
         }
         if seq != next {
@@ -399,7 +400,7 @@ impl Connection {
         if length > 0 {
             let in_order = self.receive.nxt.wrapping_add(length);
             if let Some((left, right)) = self.reassembly.overlap(next, in_order) {
-                // RFC 2883 section 4: the segment brings again what was held behind the hole that it fills.
+                // RFC 2883 section 4: the segment fills a hole, and also repeats data that was held behind that hole.
                 self.report_duplicate_too(left, right);
             }
             let reached = self.reassembly.advance(in_order);
@@ -437,9 +438,9 @@ impl Connection {
         }
     }
 
-    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, where the peer learns by SACK all that it has missed
-    /// by then, after
-    /// [`REORDERING`]: segments that come by several processors overtake each other, and none is lost.
+    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, if SACK tells the peer everything that it has missed
+    /// until then, after [`REORDERING`]: segments that come by several processors overtake each other without any being
+    /// lost.
     fn report_gap(&mut self, now: Instant) {
         let report_at = now.after(REORDERING);
         if self.agreed.sack && self.reassembly.is_empty() {
@@ -452,7 +453,7 @@ impl Connection {
     /// The peer's FIN is next in order (section 3.10.7.4, eighth check).
     fn take_fin(&mut self, now: Instant, received: &mut Received) {
         self.receive.fin = true;
-        // Nothing follows it: what claims to is no part of the stream (as in Linux).
+        // Nothing can follow a FIN: data behind it is no part of the stream (as in Linux).
         self.reassembly.clear();
         self.receive.nxt = self.receive.nxt.wrapping_add(1);
         // A FIN is taken even where the window ends.

@@ -1,4 +1,4 @@
-//! Initial sequence numbers that are hard to guess (RFC 6528), and such numbers that stand for a SYN which nobody has
+//! Initial sequence numbers that are hard to guess (RFC 6528), and numbers that encode a SYN, so that it need not be
 //! stored (SYN cookies, RFC 4987 section 3.6).
 
 use crate::connection::Config;
@@ -8,13 +8,13 @@ use baton_wire::{Flags, Flow, TcpOptions};
 use core::hash::Hasher;
 use siphasher::sip::SipHasher24;
 
-/// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option counts as the next lower
-/// one.
+/// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option is rounded down to one of
+/// them.
 const SEGMENT_SIZES: [u16; 8] = [216, 536, 1220, 1360, 1400, 1440, 1460, 8960];
-/// In place of the index of one of these: the number is no cookie.
+/// Stands in place of an index into these if the number is no cookie.
 const NO_COOKIE: u32 = SEGMENT_SIZES.len() as u32;
 
-/// Microseconds for which the count in a cookie stays the same, as a power of two: 67 s.
+/// The count in a cookie changes every 2^26 microseconds, which is 67 s.
 const COUNT_BITS: u32 = 26;
 /// Number of counts for which a cookie is accepted: it is at most 134 s old.
 const COUNTS: u32 = 2;
@@ -28,7 +28,7 @@ const NO_SCALE: u32 = 15;
 const SACK: u32 = 16;
 const ECN: u32 = 32;
 
-/// What a hash is for, so that no number gives another one away.
+/// The purpose of a hash. It is hashed as well, so that a number of one purpose reveals nothing about the others.
 #[repr(u8)]
 enum Purpose {
     Sequence = 1,
@@ -36,8 +36,8 @@ enum Purpose {
     Clock = 3,
 }
 
-/// The key from which numbers are made. It must be random and secret; as long as it stays the same, what an earlier
-/// process has sent can be checked.
+/// The key from which numbers are made. It must be random and secret. As long as it stays the same, cookies of an
+/// earlier process can be checked.
 #[derive(Clone, Copy, Debug)]
 pub struct Secret([u64; 2]);
 
@@ -51,8 +51,8 @@ pub struct Numbers {
 }
 
 impl Config {
-    /// The configuration with which a SYN is accepted whose answer is a cookie: the answer promises nothing that the
-    /// peer's acknowledgement does not bring back. Window scale, SACK and ECN lie in its timestamp, so without one
+    /// The configuration for a SYN that is answered with a cookie: the answer may agree only to options that the peer's
+    /// acknowledgement brings back. Window scale, SACK and ECN are encoded in its timestamp, so without timestamps
     /// there are none (as in Linux).
     #[must_use]
     pub fn of_cookie(self, syn: &Segment) -> Config {
@@ -116,9 +116,9 @@ impl Secret {
         Numbers { isn, ts_offset: marked.wrapping_sub(now.millis()) }
     }
 
-    /// The SYN whose answer a segment acknowledges, as far as it was agreed to, and the numbers of that answer. None if
-    /// no cookie of the last two minutes had that number. What the timestamps hold is not there without them, and was
-    /// not promised then.
+    /// Restores the SYN whose answer a segment acknowledges, as far as its options were agreed to, and the numbers of
+    /// that answer. None if no cookie of the last two minutes had that number. Without timestamps, the options that
+    /// they encode are missing, and were not agreed to either.
     pub fn syn_of(&self, flow: &Flow, acknowledgement: &Segment, now: Instant) -> Option<(Segment, Numbers)> {
         let (isn, peer_isn) = (acknowledgement.ack.wrapping_sub(1), acknowledgement.seq.wrapping_sub(1));
         let rest = isn.wrapping_sub(self.hash(Purpose::Sequence, flow, 0)).wrapping_sub(peer_isn);
@@ -208,8 +208,9 @@ mod tests {
         }
     }
 
-    /// Every SYN that a client can send, answered with a cookie and with what is remembered: the SYN-ACK says only what
-    /// the connection has that is made from the client's acknowledgement; and what is no cookie makes none.
+    /// Every SYN that a client can send, answered with a cookie and by a stored connection: the SYN-ACK agrees only to
+    /// options that the connection restored from the client's acknowledgement has; and a number that is no cookie makes
+    /// no connection.
     #[test]
     fn a_cookie_promises_only_what_it_can_restore() {
         let then = Instant(11 * MINUTE);
@@ -272,7 +273,7 @@ mod tests {
         assert!(cookies > 4000 && others > 500, "{cookies} {others}");
     }
 
-    /// Of the 2³² numbers that somebody who does not know the key may try, sixteen are accepted.
+    /// Of the 2³² numbers that an attacker without the key may try, sixteen are accepted.
     #[test]
     fn hardly_any_number_is_accepted_by_chance() {
         let (then, syn) = (Instant(7 * MINUTE), syn(1000, 1460, None, false));

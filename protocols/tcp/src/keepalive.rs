@@ -19,8 +19,8 @@ impl Connection {
         now.since(self.receive.last_at)
     }
 
-    /// Whether nothing is under way: the connection is open, all that was sent is acknowledged, nothing is out of order
-    /// or to be sent, and no timer runs but keep-alive.
+    /// Whether the connection is idle: it is open, all that was sent is acknowledged, nothing is out of order or to be
+    /// sent, and no timer runs but keep-alive.
     pub fn is_idle(&self) -> bool {
         matches!(self.state, State::Established | State::CloseWait | State::FinWait2)
             && self.send.una == self.send_limit()
@@ -36,8 +36,8 @@ impl Connection {
         self.timers.keepalive_at = if runs { now.after(idle) } else { Instant::NEVER };
     }
 
-    /// Goes on with keep-alive where the last owner was: the peer may have been silent for some time, and have been
-    /// probed.
+    /// Goes on with keep-alive where the last owner stopped: the peer may have been silent for some time, and may have
+    /// been probed.
     pub(crate) fn resume_keepalive(&mut self, now: Instant) {
         self.start_keepalive(now);
         if self.timers.keepalive_at != Instant::NEVER {
@@ -52,7 +52,7 @@ impl Connection {
         let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
         let silent = now.since(self.receive.last_at);
         if !self.scoreboard.is_empty() || self.has_unsent() {
-            // Retransmissions or window probes find out whether the peer is there, and the probes are theirs.
+            // Retransmissions or window probes find out whether the peer is alive, and `probes` counts those.
             self.timers.keepalive_at = now.after(idle);
             return Events::empty();
         }

@@ -1,4 +1,4 @@
-//! What only a NIC knows of a connection, beside the image: written down, and taken up by another NIC.
+//! State of a connection that only a NIC has, beside the image: one NIC writes it down, and another takes it up.
 
 use crate::connection::{Agreed, Connection, Due, Receive, Send, State};
 use crate::input::CHALLENGE_GAP;
@@ -15,7 +15,7 @@ use baton_image::{NicState, TS_RECENT_LASTS};
 const MOST_UNACKED: u32 = 1 << 30;
 
 impl Connection {
-    /// Writes down what an image leaves out. Ranges received out of order go beside both
+    /// Writes down the state that an image leaves out. Ranges received out of order are passed separately
     /// ([`Connection::out_of_order`]).
     pub fn nic_state(&self, now: Instant) -> NicState {
         // No `..`, here and in the parts: a new field breaks the build until it is decided how it moves. What is left
@@ -91,9 +91,9 @@ impl Connection {
         (self.send.fin_queued && self.send.nxt == self.send.end.wrapping_add(1)).then_some(self.send.nxt)
     }
 
-    /// Goes on where the NIC was that wrote this down, after all of the image's own fields are set. It comes from
-    /// outside: the image has checked the segments in flight; every other number is bounded here, so that a wrong one
-    /// harms this connection only, and no timer that must run is missing.
+    /// Goes on where the NIC that wrote this down stopped. All of the image's own fields must be set before. The state
+    /// comes from outside: the image has checked the segments in flight; every other number is bounded here, so that a
+    /// wrong one harms this connection only, and no timer that must run is missing.
     pub(crate) fn take_up(&mut self, state: &NicState, now: Instant) {
         let NicState { sending, receiving, timers, congestion, recovery, newest, flight } = state;
         let (una, nxt) = (self.send.una, self.send.nxt);
@@ -162,8 +162,8 @@ impl Connection {
         }
     }
 
-    /// Takes up ranges that were received out of order before the connection moved, in order, and a FIN behind them.
-    /// Their bytes lie in receive memory. Ranges outside of the window are left out.
+    /// Takes up ranges that were received out of order before the connection moved, given in ascending order, and a FIN
+    /// behind them. Their bytes lie in receive memory. Ranges outside of the window are left out.
     pub fn hold(&mut self, ranges: impl Iterator<Item = (u32, u32)>, fin: Option<u32>) {
         let (next, edge) = (self.receive.nxt, self.receive.adv);
         let recent = self.reassembly.recent();

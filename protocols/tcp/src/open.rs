@@ -9,7 +9,7 @@ use crate::seq::{at_or_before, before, later};
 use crate::time::Instant;
 use baton_wire::{Flags, TcpOptions};
 
-/// What only the handshake needs.
+/// State that only the handshake needs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Opening {
     /// The peer's initial sequence number.
@@ -24,7 +24,7 @@ pub(crate) struct Opening {
     resend: bool,
     /// How often the SYN or SYN-ACK was sent again.
     pub syn_retransmissions: u8,
-    /// A RST goes out with this sequence number: an acknowledgement of what was never sent.
+    /// A RST goes out with this sequence number, since a segment acknowledged it although it was never sent.
     refused_ack: Option<u32>,
 }
 
@@ -47,8 +47,8 @@ impl Connection {
     }
 
     /// Lets the SYN carry up to `most` of the bytes that are queued before it leaves (RFC 7413 section 4.2.1). The
-    /// payload of that transmission begins behind the SYN's own sequence number. The option with the cookie is the
-    /// caller's to add.
+    /// payload of that transmission begins behind the SYN's own sequence number. The caller adds the option with the
+    /// cookie.
     pub fn send_data_in_syn(&mut self, most: u32) {
         self.opening.syn_data = most;
     }
@@ -67,8 +67,8 @@ impl Connection {
     }
 
     /// Takes the data of the SYN that [`Connection::accept`] was called with, since its cookie is good (RFC 7413
-    /// section 4.2.2), and lets data leave before the handshake is over. Returns what the caller has to put into
-    /// receive memory.
+    /// section 4.2.2), and lets data be sent before the handshake is over. Returns which bytes the caller has to put
+    /// into receive memory.
     pub fn take_data_of_syn(&mut self, length: u32) -> Received {
         let place = length.min(self.receive.capacity);
         let place_seq = self.receive.nxt;
@@ -123,7 +123,8 @@ impl Connection {
         let mut received = Received::default();
         let has_ack = segment.flags.contains(Flags::ACK);
         let acceptable = has_ack && before(self.send.una, segment.ack) && at_or_before(segment.ack, self.send.nxt);
-        // An echo of what this end never said is of another connection (Linux checks it like the acknowledgement).
+        // An echo of a timestamp that this end never sent belongs to another connection (Linux checks it like the
+        // acknowledgement).
         let echo =
             segment.options.timestamps.map(|(_, echo)| echo).filter(|echo| has_ack && self.config.timestamps && *echo != 0);
         let foreign = echo.is_some_and(|echo| before(echo, self.opening.first_ts) || before(self.ts_now(now), echo));
@@ -166,8 +167,8 @@ impl Connection {
         received
     }
 
-    /// The peer's SYN once more while its acknowledgement of ours is awaited: it lacks our answer, or it opened at the
-    /// same time and this is its own answer.
+    /// Handles the peer's SYN once more while this end waits for the acknowledgement of its own: the peer has not got
+    /// our answer, or both ends have opened at the same time and this is the peer's answer.
     pub(crate) fn input_second_syn(&mut self, segment: &Segment, now: Instant) -> Received {
         self.due |= Due::ACK;
         self.opening.resend = true;
@@ -191,7 +192,8 @@ impl Connection {
         acceptable
     }
 
-    /// Answers an acknowledgement of what was never sent with a RST at that number (sections 3.10.7.3 and 3.10.7.4).
+    /// Answers an acknowledgement of data that was never sent with a RST at that number (sections 3.10.7.3 and
+    /// 3.10.7.4).
     pub(crate) fn refuse_acknowledgement(&mut self, ack: u32) {
         self.opening.refused_ack = Some(ack);
         self.due |= Due::RESET;
@@ -265,7 +267,7 @@ impl Connection {
         let lost = self.scoreboard.next_lost().is_some_and(|sent| sent.seq == isn);
         let acknowledges = self.due.take(Due::ACK);
         if !core::mem::take(&mut self.opening.resend) && !lost {
-            // What an unacceptable segment is answered with (section 3.10.7.4).
+            // An unacceptable segment is answered with an acknowledgement (section 3.10.7.4).
             return (acknowledges && self.state == State::SynReceived).then(|| self.emit_ack(now));
         }
         self.scoreboard.retransmit(isn, now);
@@ -295,7 +297,7 @@ impl Connection {
                 flags = flags | Flags::ECE;
             }
         } else if self.config.ecn && self.opening.syn_retransmissions < 2 {
-            // RFC 3168 section 6.1.1.1: a SYN that asks for ECN may be what is dropped.
+            // RFC 3168 section 6.1.1.1: a path may drop SYNs because they ask for ECN.
             flags = flags | Flags::ECE | Flags::CWR;
         }
         Transmit { seq: isn, ack: if answering { self.receive.nxt } else { 0 }, flags, window, options, ..Transmit::default() }

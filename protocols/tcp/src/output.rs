@@ -16,7 +16,7 @@ impl Connection {
         if self.nothing_to_send() {
             return None;
         }
-        // The acknowledgement that is due, if it is all that there is to send and has nothing else to say.
+        // The acknowledgement that is due, if nothing else has to be sent, by itself or with it.
         if self.state == State::Established && self.reassembly.is_empty() && self.nothing_but_acknowledgement() {
             let Acknowledgement { seq, ack, window, timestamps } = self.acknowledge_now(self.agreed.timestamps, now);
             let options = TcpOptions { timestamps, ..TcpOptions::default() };
@@ -25,13 +25,14 @@ impl Connection {
         self.next_transmit(now, most)
     }
 
-    /// Whether an acknowledgement is due, and no data nor anything to be said with it. SACK blocks are not looked at.
+    /// Whether an acknowledgement is due, and neither data nor anything else that has to be sent with it. SACK blocks
+    /// are not considered.
     #[inline(always)]
     pub(crate) fn nothing_but_acknowledgement(&self) -> bool {
         self.due == Due::ACK && !self.has_unsent() && self.scoreboard.lost == 0
     }
 
-    /// An acknowledgement, with timestamps if they were agreed on, as the caller knows.
+    /// Makes an acknowledgement. The caller says whether timestamps were agreed on.
     #[inline(always)]
     pub(crate) fn acknowledge_now(&mut self, timestamps: bool, now: Instant) -> Acknowledgement {
         let window = self.select_window();
@@ -126,8 +127,8 @@ impl Connection {
         // A SYN-ACK that is answered later takes no part of the window.
         let in_flight = self.in_flight() - u32::from(self.state == State::SynReceived);
         let forced = self.due.contains(Due::FORCE);
-        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows; a FIN by
-        // itself may be more than the window allows (both as in Linux).
+        // No burst is larger than half of the window, so that acknowledgements keep pacing the data that follows. A FIN
+        // without data may exceed the congestion window (both as in Linux).
         let half = (self.congestion.cwnd / 2).max(1);
         let lone_fin = unsent == 0 && self.send.fin_queued;
         let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced || lone_fin));
@@ -146,7 +147,7 @@ impl Connection {
             return None;
         }
         if !self.worth_sending(length, unsent, send.fin_queued && last, forced) {
-            // What is full goes; the partial tail waits.
+            // Full segments are sent; the partial one at the end waits.
             let full = length - length % self.send.mss;
             if full == 0 || full == length {
                 self.watch_what_waits(now);
@@ -205,8 +206,8 @@ impl Connection {
         }
         self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
-        // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux
-        // does).
+        // Bursts that the device cuts into segments get PSH, too, so that the peer's large receive passes on each burst
+        // as it is (as Linux does).
         if push && length > 0 {
             self.scoreboard.push_last();
         }
@@ -288,8 +289,8 @@ impl Connection {
         Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
     }
 
-    /// The same while there is a gap or a duplicate to report. A segment with data says nothing of these, and is no
-    /// duplicate acknowledgement either (RFC 5681 section 2): what is owed stays so.
+    /// The same while there is a gap or a duplicate to report. A segment with data does not report these, and is no
+    /// duplicate acknowledgement either (RFC 5681 section 2): so the report stays due.
     fn acknowledged_beside_gap(&mut self, length: u32) {
         let (is_due, ack_at) = (self.due.contains(Due::ACK), self.timers.ack_at);
         self.acknowledged();
@@ -317,8 +318,8 @@ impl Connection {
         blocks
     }
 
-    /// The path MTU has changed (ICMP, RFC 1191 and 8201, or the route): later segments fit it, and what is in flight
-    /// is cut and sent again.
+    /// The path MTU has changed (ICMP, RFC 1191 and 8201, or the route): later segments fit it, and data in flight is
+    /// cut to it and sent again.
     pub fn on_mtu_change(&mut self, mtu: u32, now: Instant) {
         let before_change = self.send.mss;
         self.set_mtu(mtu);
@@ -336,8 +337,9 @@ impl Connection {
         }
     }
 
-    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample. All of it is
-    /// taken over, however much it is: an acknowledgement of what counted as unsent would be refused for ever.
+    /// Takes over data in flight that is known only as a range: it counts as sent at `sent_at`, and gives no round-trip
+    /// sample. All of it is taken over, however much it is: an acknowledgement of data that counted as unsent would be
+    /// refused for ever.
     pub(crate) fn adopt_in_flight(&mut self, sent_at: Instant) {
         let mss = self.send.mss;
         let data_end = earlier(self.send.nxt, self.send.end);
@@ -349,7 +351,7 @@ impl Connection {
             self.scoreboard.push(seq, next.wrapping_sub(seq), sent_at, EVER | UNTIMED | pushed);
             seq = next;
         }
-        // The kernel sends a FIN alone, unless data waits that can take it along.
+        // The kernel sends a FIN by itself, unless data waits that can carry it.
         if before(seq, self.send.nxt) {
             self.scoreboard.push(seq, 1, sent_at, EVER | UNTIMED);
         }

@@ -42,9 +42,9 @@ impl State {
 
 impl Connection {
     /// Takes a connection over. `receive_buffer` is the receive memory in bytes, which must hold the unread bytes and
-    /// all of the window that was advertised. `nic` is what its last owner knew beside the image, if that was a NIC; it
-    /// must have been decoded with the image, which checks it. Without it, an acknowledgement goes out at once, so that
-    /// the peer learns our window, and what is in flight counts as sent when data was last sent.
+    /// all of the window that was advertised. `nic` is the state that the last owner had beside the image, if that was
+    /// a NIC; it must have been decoded with the image, which checks it. Without it, an acknowledgement goes out at
+    /// once, so that the peer learns our window, and data in flight counts as sent when data was last sent.
     pub fn from_image(image: &Image, nic: Option<&NicState>, receive_buffer: u32, now: Instant) -> Connection {
         let agreed = Agreed { sack: image.sack, timestamps: image.timestamps, ecn: image.ecn, mss: image.mss };
         let config = Config {
@@ -104,11 +104,12 @@ impl Connection {
         connection
     }
 
-    /// Goes on from an image alone, as the kernel gives it: what it leaves out is assumed to be what does the least
-    /// harm.
+    /// Goes on from an image alone, as the kernel gives it: for the state that it leaves out, the least harmful values
+    /// are assumed.
     fn assume(&mut self, image: &Image, now: Instant) {
-        // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last.
-        // The peer's next segments are acknowledged at once, as at the start: its view of the window is refreshed soon.
+        // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only the timestamp that it
+        // echoed last. The peer's next segments are acknowledged at once, as at the start: its view of the window is
+        // refreshed soon.
         self.receive.last_ack = image.rcv_nxt;
         self.due = Due::ACK;
         self.rtt.min_at = now.0;
@@ -129,8 +130,8 @@ impl Connection {
         }
     }
 
-    /// Writes the connection down. What the host fixed or caches comes from `template`, the image it came with or an
-    /// empty one with its flow and link filled in. None while the connection opens.
+    /// Writes the connection down. Fields that the host has fixed or caches come from `template`: the image with which
+    /// the connection came, or an empty image with its flow and link filled in. None while the connection opens.
     pub fn to_image(&self, template: &Image, now: Instant) -> Option<Image> {
         Some(Image {
             flow: template.flow,
@@ -174,7 +175,8 @@ impl Connection {
         })
     }
 
-    /// What recovery needs to know of the connection; the caller adds where out-of-order ranges are kept.
+    /// The record of the connection for recovery after the NIC's death; the caller adds where out-of-order ranges are
+    /// kept.
     #[inline(always)]
     pub fn record(&self, now: Instant) -> Record {
         self.record_with(self.ts_now(now))

@@ -1,4 +1,5 @@
-//! Ranges received behind a hole. The bytes lie at their place in receive memory already; only the ranges are kept.
+//! Ranges received behind a hole. The bytes lie at their place in receive memory already; only the ranges are kept
+//! here.
 
 use crate::seq::{at_or_before, before, earlier, later};
 use alloc::collections::VecDeque;
@@ -104,7 +105,7 @@ impl Reassembly {
         Some((later(held.0, left), earlier(held.1, right)))
     }
 
-    /// Forgets what waits.
+    /// Forgets all ranges.
     pub(crate) fn clear(&mut self) {
         self.ranges.clear();
         self.fin_at = None;
@@ -117,7 +118,8 @@ impl Reassembly {
         self.ranges.get(at).is_some_and(|range| at_or_before(range.0, seq)).then_some(at)
     }
 
-    /// `rcv_nxt` has moved: drops what it passed, and returns where it goes on to, which is not beyond a FIN.
+    /// Called when `rcv_nxt` has moved to `next`: drops the ranges that it has passed, and returns how far it moves on
+    /// through ranges that touch it, but not beyond a FIN.
     pub fn advance(&mut self, mut next: u32) -> u32 {
         let mut passed = 0;
         for range in &self.ranges {
@@ -148,15 +150,15 @@ impl Reassembly {
         blocks
     }
 
-    /// A duplicate of what lies at `seq` has come: its range is reported first (RFC 2883 section 4).
+    /// A duplicate of the data at `seq` has come: its range is reported first (RFC 2883 section 4).
     pub(crate) fn touch_at(&mut self, seq: u32) {
         if let Some(at) = self.range_at(seq) {
             self.touch(self.ranges[at].0);
         }
     }
 
-    /// The range that begins at `left` has grown last. An entry that lies in the same range as another one, since they
-    /// were merged, or in none, since it was passed, is dropped: it would take the place of a range that is there.
+    /// The range that begins at `left` has grown last. An entry is dropped if its range was merged into another
+    /// entry's, or was passed: it would take the place of a range that exists.
     fn touch(&mut self, left: u32) {
         let mut recent = [left; 4];
         let mut used = [usize::MAX; 4];

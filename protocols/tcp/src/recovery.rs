@@ -1,5 +1,5 @@
-//! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing what was
-//! spurious (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
+//! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing spurious
+//! recoveries (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
 
 use crate::congestion::{MOST_WINDOW, threshold, window};
 use crate::connection::{Connection, Due, State};
@@ -67,7 +67,7 @@ pub(crate) struct Recovery {
 }
 
 impl Recovery {
-    /// The handshake is over, and what it met says nothing about what follows.
+    /// Begins anew after the handshake: losses during the handshake say nothing about the data that follows.
     pub fn begin(&mut self, acknowledged: u32) {
         self.phase = Phase::Open;
         self.high_seq = acknowledged;
@@ -85,7 +85,7 @@ impl Recovery {
         (self.last_sent != Instant(0)).then(|| now.since(self.last_sent))
     }
 
-    /// As an image holds it, beside what the image's own fields have.
+    /// The state for an image, beside the image's own fields.
     pub fn to_image(&self, now: Instant) -> nic::Recovery {
         let Recovery {
             phase,
@@ -142,8 +142,8 @@ impl Recovery {
         }
     }
 
-    /// What an image holds, as far as it can be: `within` bounds sequence numbers to those in flight, of `out`
-    /// segments.
+    /// Takes the state from an image, as far as it is possible: `within` bounds sequence numbers to those in flight, of
+    /// `out` segments.
     pub fn from_image(
         image: &nic::Recovery,
         reordering_seen: bool,
@@ -208,7 +208,8 @@ impl Recovery {
 }
 
 impl Connection {
-    /// Segments in the network. Without SACK each duplicate acknowledgement says that one has left it (RFC 5681 section
+    /// Segments in the network. Without SACK each duplicate acknowledgement says that one segment has left the network
+    /// (RFC 5681 section
     /// 3.2, RFC 3042).
     pub(crate) fn in_flight(&self) -> u32 {
         self.scoreboard.in_flight().saturating_sub(self.recovery.duplicates)
@@ -482,8 +483,8 @@ impl Connection {
             }
             self.recovery.high_seq = self.send.nxt;
         }
-        // The peer SACKed what follows the first segment long ago and still lacks it: its SACKs may not hold (RFC 2018
-        // section 8).
+        // The peer SACKed the data behind the first segment long ago and still lacks this segment, so it may have
+        // dropped the SACKed data (RFC 2018 section 8).
         let forget = self.scoreboard.front().is_some_and(|first| first.flags & crate::scoreboard::SACKED != 0);
         self.scoreboard.mark_all_lost(forget);
         self.congestion.cwnd = self.scoreboard.in_flight() + 1;

@@ -19,8 +19,8 @@ pub(crate) struct Rtt {
 }
 
 impl Rtt {
-    /// Takes a sample. A longer one than the longest time-out, as of a host that slept, says no more than that one; and
-    /// the estimate cannot overflow.
+    /// Takes a sample. A sample longer than the longest time-out, for example from a host that slept, counts as that
+    /// time-out; so the estimate cannot overflow.
     pub fn sample(&mut self, rtt: u32, now: u64) {
         let rtt = rtt.clamp(1, RTO_MAX as u32);
         if self.min == 0 || rtt <= self.min || now.saturating_sub(self.min_at) > 300_000_000 {

@@ -1,4 +1,4 @@
-//! What has been sent and not cumulatively acknowledged, a record per segment, with the SACK state of each (RFC 6675).
+//! The data that has been sent and not cumulatively acknowledged: a record per segment, with its SACK state (RFC 6675).
 
 use crate::seq::{at_or_before, before};
 use crate::time::Instant;
@@ -7,10 +7,10 @@ use baton_image::nic;
 
 /// The most segments in flight; the sender waits when there are as many. A connection may come with more.
 pub(crate) const MAX_SEGMENTS: usize = 1 << 16;
-/// Entries of the timeline that are looked at for the end of the reordering window.
+/// Most entries of the timeline that are examined for the end of the reordering window.
 const LOOKED_AT: usize = 64;
-/// Segments SACKed before that are gone over from each end of what a SACK block adds to a known one. A peer may say
-/// blocks that are never known, and there may be very many segments in flight.
+/// Most already SACKed segments that are passed over from each end of the range that a SACK block adds to the known
+/// blocks. A peer may send blocks that never match a known one, and very many segments may be in flight.
 const GONE_OVER: usize = 256;
 
 pub(crate) use baton_image::nic::{EVER, LOST, PUSHED, RETRANSMITTED, SACKED, UNTIMED};
@@ -31,7 +31,7 @@ impl Sent {
         self.seq.wrapping_add(u32::from(self.length))
     }
 
-    /// Whether it is in the network, as far as is known.
+    /// Whether the segment is in the network, as far as is known.
     fn is_undecided(&self) -> bool {
         self.flags & SACKED == 0 && (self.flags & LOST == 0 || self.flags & RETRANSMITTED != 0)
     }
@@ -62,7 +62,7 @@ impl Newest {
     }
 }
 
-/// What one acknowledgement has changed.
+/// The changes that one acknowledgement has made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
     pub now: Instant,
@@ -74,9 +74,10 @@ pub(crate) struct Sample {
     pub rtt: Option<u32>,
     /// A segment that was sent once, before `high_seq`, arrived.
     pub original_delivered: bool,
-    /// A segment arrived after one that was sent behind it.
+    /// A segment arrived at the peer after another one that was sent later.
     pub reordered: bool,
-    /// By how many bytes, the most of them: from its beginning to the end of what was SACKed behind it.
+    /// The largest such reordering in bytes: from the segment's beginning to the end of the data that was SACKed behind
+    /// it.
     pub reordered_by: u32,
     /// The peer reported a duplicate (RFC 2883).
     pub duplicate: bool,
@@ -98,15 +99,15 @@ pub(crate) struct Scoreboard {
     pub sacked: u32,
     pub lost: u32,
     pub retransmitted: u32,
-    /// When what was sent, by its end, in that order: what loss detection goes over. Entries of segments that are
-    /// SACKed, acknowledged, lost or sent again meanwhile are dropped when they are met, so that each is looked at
-    /// about once.
+    /// Times of sending, each with the segment's end, in the order of the times, for loss detection. Entries of
+    /// segments that have been SACKed, acknowledged, lost or sent again meanwhile are dropped when they are met, so
+    /// that each entry is examined about once.
     ///
-    /// It is there only from the first look for losses on, until all that was in flight then is acknowledged: so each
+    /// It exists only from the first loss detection on, until all data that was in flight then is acknowledged: so each
     /// segment is written into it once by [`Scoreboard::write_timeline`], and not at all as long as nothing gets lost
     /// or overtaken.
     timeline: VecDeque<(Instant, u32)>,
-    /// Behind what was in flight when the timeline was begun; `None` while there is none.
+    /// The end of the data that was in flight when the timeline was begun; `None` while there is no timeline.
     timeline_until: Option<u32>,
     /// SACK blocks of the last acknowledgements, all of whose segments are SACKed: a block that grew is not gone over
     /// again.
@@ -129,7 +130,7 @@ impl Scoreboard {
         self.timeline.shrink_to_fit();
     }
 
-    /// What is in flight as an image holds it. `fin` is the sequence number behind our FIN, if that was sent.
+    /// The data in flight, in the form of an image. `fin` is the sequence number behind our FIN, if that was sent.
     pub fn to_image(&self, fin: Option<u32>, now: Instant) -> nic::Flight {
         // The timeline and the blocks are made anew from the queue, and the counts and the hint, too.
         let Scoreboard {
@@ -154,7 +155,7 @@ impl Scoreboard {
         flight
     }
 
-    /// What was in flight when an image was made, from `una` on; its runs have been checked.
+    /// Restores the data in flight from an image, from `una` on; its runs have been checked.
     pub fn from_image(flight: &nic::Flight, newest: Option<nic::Newest>, una: u32, fin: Option<u32>, now: Instant) -> Scoreboard {
         let mut board = Scoreboard { hint: una, newest: Newest::from_image(newest, now), ..Scoreboard::default() };
         let mut seq = una;
@@ -259,7 +260,7 @@ impl Scoreboard {
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
         }
         if self.highest_sacked.is_some() {
-            // The sequence space comes round again.
+            // Passed blocks are cleared, since the sequence space wraps around.
             self.blocks.iter_mut().filter(|block| at_or_before(block.1, ack)).for_each(|block| *block = (0, 0));
         }
         if self.sacked == 0 {
@@ -271,7 +272,7 @@ impl Scoreboard {
     }
 
     /// The acknowledged segments at the front that were sent once, as long as nothing was SACKed. Only the latest of
-    /// them tells a round-trip time, and the oldest whether any was sent before `high_seq`.
+    /// them gives a round-trip sample, and the oldest tells whether any was sent before `high_seq`.
     #[inline]
     fn acknowledge_plain(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         if self.highest_sacked.is_some() {
@@ -293,8 +294,8 @@ impl Scoreboard {
         }
     }
 
-    /// Drops what is acknowledged from the timeline, and all of it when everything that was in flight at its beginning
-    /// is.
+    /// Drops acknowledged segments from the timeline, and the whole timeline once all data that was in flight at its
+    /// beginning is acknowledged.
     #[cold]
     fn shorten_timeline(&mut self, ack: u32, until: u32) {
         if at_or_before(until, ack) && self.sacked == 0 && self.retransmitted == 0 {
@@ -317,7 +318,7 @@ impl Scoreboard {
         }
     }
 
-    /// Writes the timeline from what is in flight.
+    /// Writes the timeline from the segments in flight.
     fn write_timeline(&mut self) {
         self.timeline.clear();
         self.timeline.extend(self.queue.iter().filter(|sent| sent.is_undecided()).map(|sent| (sent.sent_at, sent.end())));
@@ -348,7 +349,7 @@ impl Scoreboard {
     pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         let known = self.blocks.iter().position(|(l, r)| l != r && at_or_before(left, *l) && at_or_before(*r, right));
         let (l, r) = known.map_or((right, right), |at| self.blocks[at]);
-        // In front of what is known, and behind it.
+        // The parts in front of the known block, and behind it.
         let start = self.queue.partition_point(|sent| before(sent.seq, left));
         let front = self.sack_from(start, l, right, high_seq, min_rtt, sample);
         let start = self.queue.partition_point(|sent| at_or_before(sent.end(), r) || before(sent.seq, left));
@@ -406,8 +407,9 @@ impl Scoreboard {
         at
     }
 
-    /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985
-    /// section 6.2, step 5). Returns how many are newly lost, and in how many microseconds the next one would be.
+    /// Marks segments as lost that were sent more than `window` microseconds before the newest delivered segment (RFC
+    /// 8985 section 6.2, step 5). Returns how many are newly lost, and in how many microseconds the next segment will
+    /// count as lost.
     pub fn detect_loss(&mut self, window: u64, now: Instant) -> (u32, Option<u64>) {
         let mut found = 0;
         let newest = self.newest;
@@ -469,7 +471,8 @@ impl Scoreboard {
     }
 
     /// A retransmission time-out: everything that is not SACKed counts as lost (RFC 6298 section 5).
-    /// With `forget`, SACKs count no more, since the peer may have dropped what it SACKed (RFC 2018 section 8).
+    /// With `forget`, SACKs do not count any more, since the peer may have dropped the data that it SACKed (RFC 2018
+    /// section 8).
     pub fn mark_all_lost(&mut self, forget: bool) {
         if forget {
             self.blocks = Default::default();
@@ -534,8 +537,8 @@ impl Scoreboard {
     /// Splits segments that are longer than `mss` (the path MTU has shrunk), so that each fits a packet again.
     pub fn split(&mut self, mss: u32) {
         let mut room = (2 * MAX_SEGMENTS).saturating_sub(self.queue.len());
-        // Written anew: each part that is inserted would move all that is behind it, and anybody on the path decides
-        // how often that is done.
+        // The queue is written anew: each insertion would move everything behind it, and any host on the path can cause
+        // such a split as often as it likes.
         for mut rest in core::mem::take(&mut self.queue) {
             while u32::from(rest.length) > mss && room > 0 {
                 room -= 1;
@@ -586,8 +589,8 @@ mod tests {
     }
 
     /// Two halves with a hole between them are SACKed and forgotten as blocks; then comes a block of all, and one that
-    /// has grown at both ends. However many segments were SACKed before, the work for a block is bounded: what it adds
-    /// in the middle is not looked for.
+    /// has grown at both ends. However many segments were SACKed before, the work for a block is bounded: segments that
+    /// it adds in the middle are not searched.
     #[test]
     fn a_block_that_is_not_known_costs_no_look_at_all_that_it_covers() {
         const COUNT: u32 = 3000;

@@ -61,7 +61,7 @@ impl From<&TcpFrame> for Segment {
     }
 }
 
-/// What the caller must do with a segment that was fed in.
+/// What the caller must do with a segment that was passed to [`crate::Connection::input`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Received {
     /// Bytes at the front of the payload to skip.
@@ -78,15 +78,15 @@ pub struct Received {
     pub events: Events,
 }
 
-/// What came of a segment that was the expected one: all of its payload became readable.
+/// The result for a segment that was the expected one: all of its payload became readable.
 #[derive(Clone, Copy, Debug)]
 pub struct Predicted {
     /// Bytes of send memory that the peer has acknowledged.
     pub acked: u32,
     /// What else happened.
     pub events: Events,
-    /// What there is to send, if it is an acknowledgement and nothing else; else [`crate::Connection::poll_transmit`]
-    /// is to be asked.
+    /// The acknowledgement, if nothing else has to be sent; otherwise the caller must call
+    /// [`crate::Connection::poll_transmit`].
     pub acknowledgement: Option<Acknowledgement>,
 }
 

@@ -37,7 +37,7 @@ impl Instant {
         (self != Instant::NEVER).then(|| self.since(now))
     }
 
-    /// When a timer expires of which so much is left.
+    /// The time at which a timer with this much time left expires.
     pub(crate) fn when(self, left: Option<u64>) -> Instant {
         left.map_or(Instant::NEVER, |left| self.after(left))
     }

@@ -1,4 +1,4 @@
-//! The timers of a connection, and what happens when they expire.
+//! The timers of a connection, and the work when they expire.
 
 use crate::connection::{Connection, Due, EndReason, State};
 use crate::rtt::RTO_MAX;
@@ -14,8 +14,8 @@ pub(crate) const DELAYED_ACK: u64 = 40_000;
 pub(crate) const TIME_WAIT: u64 = 60_000_000;
 /// A corked partial segment goes out after this long, as in Linux.
 const CORK_LIMIT: u64 = 200_000;
-/// Longest wait for a window that has room for a whole segment: then what fits goes out (RFC 9293 section 3.8.6.2.1,
-/// between 0.1 and 1 s). Like Linux, less if the retransmission time-out is less.
+/// Longest wait for a window that has room for a whole segment: after it, as much as fits is sent (RFC 9293 section
+/// 3.8.6.2.1, between 0.1 and 1 s). As in Linux, the wait is shorter if the retransmission time-out is shorter.
 const OVERRIDE: u64 = 1_000_000;
 /// Milliseconds for which the data of a connection that its program has closed is sent again: as long as by Linux,
 /// eight times (tcp_orphan_retries).
@@ -27,8 +27,8 @@ const ORPHAN_PROBES: u8 = 8;
 const LEAST_RTO: u64 = 200_000;
 const DOUBLINGS: u8 = 9;
 
-/// Microseconds after the first retransmission at which a connection ends: those of so many, on a path with the least
-/// time-out (as in Linux, tcp_model_timeout).
+/// The time in microseconds, from the first retransmission on, after which a connection ends: as long as `retries`
+/// retransmissions take on a path with the shortest time-out (as in Linux, tcp_model_timeout).
 fn time_of(retries: u8) -> u64 {
     let linear = u64::from(retries.saturating_sub(DOUBLINGS)) * RTO_MAX;
     ((2 << retries.min(DOUBLINGS)) - 1) * LEAST_RTO + linear
@@ -169,7 +169,8 @@ impl Connection {
             true => self.rtt.backoff >= self.config.syn_retries,
             false => now.since(self.timers.silent_since) >= time_of(self.config.retries),
         };
-        // A peer that has taken its window back, and says so, is not dead: what is sent again are probes (as in Linux).
+        // A peer that has closed its window, and still answers, is not dead: the retransmissions serve as probes (as in
+        // Linux).
         let answers = self.send.wnd == 0 && !opening && now.since(self.receive.last_at) <= 2 * RTO_MAX;
         if self.gave_up(tried && !answers, now) {
             return self.end(EndReason::TimedOut);
@@ -180,8 +181,8 @@ impl Connection {
         Events::empty()
     }
 
-    /// Whether this time-out exceeds a limit: that in time (RFC 5482), which a connection that its program has closed
-    /// always has, or, if there is none, that in number (RFC 9293 R2), as `tried` says.
+    /// Whether this time-out exceeds a limit: the limit in time (RFC 5482), which always exists for a connection that
+    /// its program has closed; or, without one, the limit in number (RFC 9293 R2), as `tried` says.
     fn gave_up(&mut self, tried: bool, now: Instant) -> bool {
         if self.timers.silent_since == Instant::NEVER {
             self.timers.silent_since = now;
@@ -191,8 +192,8 @@ impl Connection {
         if limit > 0 { now.since(self.timers.silent_since) >= limit } else { tried }
     }
 
-    /// Whether the peer's closed window is probed no more. If nobody waits for the connection any longer, not even
-    /// answers keep it when the interval between probes has become as long as it can (Linux's tcp_probe_timer).
+    /// Whether probing of the peer's closed window stops. If the program has closed the connection, not even answers
+    /// keep it once the interval between probes has reached its maximum (Linux's tcp_probe_timer).
     fn gave_up_probing(&mut self, now: Instant) -> bool {
         let tried = self.timers.probes >= self.config.retries;
         if !self.orphan || self.config.user_timeout > 0 {
@@ -229,7 +230,7 @@ impl Connection {
         }
     }
 
-    /// The peer answered: time-outs start anew.
+    /// Called when the peer has answered: time-outs start anew.
     #[inline]
     pub(crate) fn peer_alive(&mut self) {
         self.timers.silent_since = Instant::NEVER;
@@ -255,8 +256,8 @@ impl Connection {
     }
 
     /// Data waits, and nothing is in flight whose acknowledgement would come: the persist timer runs (RFC 9293 section
-    /// 3.8.6.1). It may have been set when the window was closed, and run for longer than what waits for more room, or
-    /// for a cork, should.
+    /// 3.8.6.1). The timer may have been set while the window was closed, for longer than data that now waits for more
+    /// room, or for a cork, should wait.
     #[cold]
     pub(crate) fn watch_what_waits(&mut self, now: Instant) {
         match self.timers.send {
@@ -279,8 +280,8 @@ impl Connection {
         }
     }
 
-    /// Whoever had the connection before may have waited for an acknowledgement already, and it is unknown for how
-    /// long; a connection that moves often would never see a time-out. So the tail is probed soon.
+    /// The connection's last owner may have waited for an acknowledgement already, for an unknown time, and a
+    /// connection that moves often would never see a time-out. So a tail loss probe is sent soon.
     pub(crate) fn probe_what_was_adopted(&mut self, now: Instant) {
         let soon = now.after(ADOPTED_PROBE);
         if !self.scoreboard.is_empty() && self.timers.send_at > soon {

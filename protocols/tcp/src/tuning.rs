@@ -1,19 +1,20 @@
-//! How much memory a connection can use: as much as its path holds. The receiver sees that its window will be the limit
-//! when half of it is read within a round trip: in slow start the next one brings twice as much (Linux's dynamic
-//! right-sizing keeps the window at twice of what was read, too). The sender sees it when its congestion window
+//! How much memory a connection can use: as much as its path can have in flight. The receiver sees that its window will
+//! be the limit when half of it is read within a round trip: in slow start the next one brings twice as much (Linux's
+//! dynamic right-sizing keeps the window at twice of what was read, too). The sender sees it when its congestion window
 //! outgrows what the program may queue
-//! (Linux's tcp_sndbuf_expand). The memory is the caller's, who asks now and then and gives more if it has more.
+//! (Linux's tcp_sndbuf_expand). The caller has the memory: it asks now and then, and gives the connection more if it
+//! can.
 
 use crate::connection::{Connection, Due};
 use crate::time::Instant;
 
 /// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the
-/// rate there is how long NIC and programs need to take notice of each other, which no round trip shows.
+/// rate there is how long NIC and programs need to take notice of each other, which is in no round-trip time.
 const SHORT: u32 = 500;
 /// Most bytes of receive memory that a connection on a short path can use: see [`Tuning::windows`].
 const SHORT_RECEIVE: u32 = 1 << 21;
-/// The same of send memory, which grows if the program fills what it has: the more there is, the less often the program
-/// has to be woken to fill it again.
+/// The same for send memory, which grows if the program fills it: the more there is, the less often the program has to
+/// be woken to fill it again.
 const SHORT_SEND: u32 = 1 << 22;
 /// On a short path, receive memory grows after the peer has used up this many windows in a row, and send memory after
 /// the program has filled it this many times. Each growth stops the connection for a moment.
@@ -62,8 +63,8 @@ impl Connection {
         (took <= round + round / 4).then(|| window.saturating_mul(FACTOR).min(MOST))
     }
 
-    /// Notes how much of the window, of which `offered` bytes are left, peer and program have used when the program has
-    /// read.
+    /// Called when the program has read: notes how much of the window, of which `offered` bytes are left, the peer and
+    /// the program have used.
     #[inline]
     pub(crate) fn note_window(&mut self, offered: u32) {
         let few = self.receive.capacity / 4;

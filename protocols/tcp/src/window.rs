@@ -1,4 +1,4 @@
-//! The receive window: what is advertised, and when an update is worth a segment (RFC 9293 section 3.8.6).
+//! The receive window: how much is advertised, and when an update is worth a segment (RFC 9293 section 3.8.6).
 
 use crate::connection::{Connection, Due};
 
@@ -16,7 +16,8 @@ impl Connection {
         self.receive.step = self.send.mss.min(large_enough(self.receive.capacity)).max(1);
     }
 
-    /// Whether what is advertised fits the window field. An image may say that an earlier owner has advertised more.
+    /// Whether the advertised window fits the window field. According to an image, an earlier owner may have advertised
+    /// more.
     #[inline(always)]
     pub(crate) fn has_ordinary_window(&self) -> bool {
         self.receive.adv.wrapping_sub(self.receive.nxt) <= 65535 << self.receive.wscale
@@ -41,9 +42,9 @@ impl Connection {
         let offered = r.adv.wrapping_sub(r.nxt);
         let mut field = edge.wrapping_sub(r.nxt) >> r.wscale;
         let mut window = field << r.wscale;
-        // Rounding down would take back a part of what was advertised, so round up where receive memory has the room;
-        // where it has not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is
-        // still accepted.
+        // Rounding down would take back a part of the advertised window, so round up if receive memory has the room. If
+        // it has not, RFC 7323 section 2.4 allows the window to shrink by less than a unit, and data in the advertised
+        // window is still accepted.
         if window < offered {
             let up = r.nxt.wrapping_add((field + 1) << r.wscale);
             if up.wrapping_sub(r.read) <= r.memory {

@@ -1,11 +1,12 @@
-//! Matching in the data half (what the paper's section 7 leaves as future work): an RTS that matches a posted receive
-//! is answered with a CTS, and the policy learns of it afterwards.
+//! Matching in the data half, which the paper's section 7 leaves as future work: the data half answers an RTS that
+//! matches a posted receive with a CTS, and reports that to the policy afterwards.
 //!
-//! The policy goes through the same posts and, by [`Event::Arrived`], the same arrivals in the same order, only
-//! interleaved otherwise: it posts earlier, and messages arrive later. That gives the same pairs. If a post and an
-//! arrival that follow each other change places, either both still get what they got, or one of them was all that the
-//! other could get, and is so after the change, too. So both sides agree without asking each other. A cancellation does
-//! not change places with an arrival; it counts only when this side has answered it.
+//! The policy handles the same posts and, by [`Event::Arrived`], the same arrivals, each in the same order. Only the
+//! interleaving differs: for the policy posts come earlier and arrivals later. The resulting pairs are the same: if a
+//! post and an arrival that are neighbours change places, either each still gets the partner that it got before, or
+//! they are each other's only possible partner, which they are after the change, too. So both sides agree without
+//! asking each other. A cancellation must not change places with an arrival; so it counts only when the data half has
+//! answered it.
 
 use super::{Data, Receiving};
 use crate::counters::Drop;
@@ -63,7 +64,7 @@ pub(super) struct DataMatching {
 impl DataMatching {
     pub fn new(config: &MatchConfig, incoming: usize) -> DataMatching {
         DataMatching {
-            // A data half that takes the place of a dead one knows nothing yet.
+            // A data half that replaces a dead one knows no receives and messages yet.
             matcher: Matcher::Nobody,
             matching: Matching::new(config.posted.into(), config.unexpected.into(), config.hash_key),
             posted: alloc::vec![None; config.receives as usize].into(),
@@ -112,8 +113,8 @@ impl DataMatching {
         }
     }
 
-    /// Posts a receive. What the policy may not ask for is refused: more than there is room for, a slot that is taken,
-    /// and wildcards of more kinds than are hashed, which would have to be searched.
+    /// Posts a receive. Refuses posts that the policy must not ask for: beyond the room, in a slot that is taken, or
+    /// with more kinds of wildcards than are hashed, since such receives would have to be searched.
     fn post(&mut self, receive: u32, criteria: Criteria, region: Region) -> Result<(), Drop> {
         let slot = handle::slot(receive);
         let free = self.posted.get(slot).is_some_and(Option::is_none);
@@ -216,10 +217,11 @@ impl Data {
         }
     }
 
-    /// Matches an RTS, if that is this side's to do and it is the next one of its peer. False if it goes to the policy.
+    /// Matches an RTS, if the data half matches now and the RTS is its peer's next one. Returns false if the RTS goes
+    /// to the policy.
     ///
     /// # Errors
-    /// Why it is dropped. Its sender sends it again.
+    /// The reason why the RTS is dropped. Its sender sends it again.
     pub(super) fn match_rts(
         &mut self,
         from: &Endpoint,
@@ -240,7 +242,7 @@ impl Data {
             return Ok(false);
         }
         let floor = if before(peer.floor, header.packet) { header.packet } else { peer.floor };
-        // The same window that the policy allows: it bounds what one peer can fill.
+        // This is the window that the policy allows, too: it bounds how much one peer can fill.
         if floor.wrapping_sub(peer.floor) > WINDOW || before(peer.next, floor) || peer.next.wrapping_sub(floor) >= WINDOW {
             return Ok(false);
         }
@@ -286,7 +288,7 @@ impl Data {
         Ok(true)
     }
 
-    /// Notes that a message has been taken up, and reports it.
+    /// Notes that a message has been taken up, and reports that to the policy.
     fn take_up(&mut self, arrived: Arrived, floor: u32) {
         if let Some(matching) = &mut self.matching {
             matching.places.pop();
@@ -298,9 +300,9 @@ impl Data {
         self.events.push_back(Event::Arrived(arrived));
     }
 
-    /// Places the first bytes of a message that has matched, and sends its CTS if more is wanted. Returns how many
-    /// packets were cleared. The ACK is always the policy's: what it does not know of yet is lost with this side, and
-    /// must come again.
+    /// Places the first bytes of a message that has matched, and sends its CTS if more bytes are wanted. Returns how
+    /// many packets were cleared. Only the policy sends the ACK: a message that the policy does not know of yet would
+    /// be lost if the data half died, so its sender must still be ready to send it again.
     fn answer(
         &mut self,
         arrived: &Arrived,
@@ -318,7 +320,7 @@ impl Data {
         let behind = Region { offset, length: region.length - length as u64 };
         let rest = rts.length - first.len() as u64;
         let packets = rest.min(behind.length).div_ceil(u64::from(rts.fragment)) as u32;
-        // What is lent counts packets of ours; longer ones only the policy can clear.
+        // The loan counts packets of this side's length; longer packets only the policy can clear.
         let usual = rts.fragment <= super::fragment(self.config.packet);
         let credit = self.matching.as_ref().filter(|_| usual).map_or(0, |matching| matching.credit);
         let count = GRANT.min(packets).min(credit) as u16;

@@ -1,7 +1,7 @@
-//! The data half: cuts messages into packets, places what comes, answers CTS, notices gaps. It decides nothing.
+//! The data half: cuts messages into packets, places received data, answers CTS, notices gaps. It makes no decisions.
 //!
 //! Its state is made of fixed tables, and its work per packet does not depend on their sizes. It trusts neither the
-//! network nor the policy: a command for a peer or message that it does not have is counted and dropped.
+//! network nor the policy: a command for a peer or message that it does not know is counted and dropped.
 
 mod matching;
 mod receive;
@@ -25,7 +25,7 @@ use stream::Streams;
 pub use matching::MatchConfig;
 pub use stream::{Intake, Outflow, StreamConfig, StreamId, StreamOrder};
 
-/// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see
+/// Which halves a [`Data`] has. Packets for a half that it does not have go to the other [`Data`]: see
 /// [`Disposition::PassUp`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Halves {
@@ -40,7 +40,7 @@ impl Halves {
     pub const BOTH: Halves = Halves { receiving: true, sending: true };
 }
 
-/// Sizes of a [`Data`]'s tables, and where its memory lies.
+/// Sizes of the tables of a [`Data`], and the place of its memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DataConfig {
     /// Which halves it has.
@@ -51,15 +51,15 @@ pub struct DataConfig {
     pub endpoint: u16,
     /// Peers.
     pub peers: u16,
-    /// Messages that are received at the same time.
+    /// Most messages that are received at the same time.
     pub incoming: u16,
-    /// Messages that are sent at the same time.
+    /// Most messages that are sent at the same time.
     pub outgoing: u16,
     /// Offset of the buffers for RTS packets in the memory.
     pub buffers: u64,
     /// Number of these buffers.
     pub buffer_count: u16,
-    /// Bytes of one of them.
+    /// Size of one such buffer in bytes.
     pub buffer_size: u16,
     /// Bytes of packet that a frame carries (see [`baton_wire::rmpp::Envelope::room`]).
     pub packet: u16,
@@ -67,19 +67,19 @@ pub struct DataConfig {
     pub events: u16,
     /// Present if it can match.
     pub matching: Option<MatchConfig>,
-    /// Present if the data of long messages may come and go by streams: only with both halves.
+    /// Present if the data of long messages may be sent and received by streams, which needs both halves.
     pub streams: Option<StreamConfig>,
 }
 
 impl DataConfig {
-    /// Writes what an RTS carries into a buffer.
+    /// Writes the data that an RTS carries into a buffer.
     fn keep(&self, buffer: u16, first: &[u8], memory: &mut (impl Memory + ?Sized)) -> Result<(), Drop> {
         let offset = self.buffers + u64::from(buffer) * u64::from(self.buffer_size);
         if memory.write(offset, first) { Ok(()) } else { Err(Drop::Memory) }
     }
 }
 
-/// What became of a packet.
+/// What was done with a received packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Disposition {
     /// It was used, or dropped and counted.
@@ -88,7 +88,7 @@ pub enum Disposition {
     PassUp,
 }
 
-/// A peer as the data half knows it.
+/// The data half's entry of a peer.
 #[derive(Clone, Copy, Debug)]
 struct Peer {
     address: Endpoint,
@@ -107,7 +107,7 @@ impl Peer {
     }
 }
 
-/// Packets that leave together, one behind the other.
+/// Packets that are sent together, one behind the other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
     /// Address that they go to.
@@ -135,7 +135,7 @@ pub struct Data {
     peers: Box<[Option<Peer>]>,
     receiving: Receiving,
     sending: Sending,
-    /// Packets without data that wait to be sent: address, header, and what a CTS says.
+    /// Packets without data that wait to be sent: address, header, and the content of a CTS.
     control: VecDeque<(Endpoint, Header, Cts)>,
     events: VecDeque<Event>,
     /// Buffers for RTS packets.
@@ -167,7 +167,7 @@ impl Data {
         &self.counters
     }
 
-    /// Messages that it knows: received and sent ones.
+    /// Number of messages that it knows: received ones, and sent ones.
     pub fn messages(&self) -> (usize, usize) {
         (self.receiving.len(), self.sending.len())
     }
@@ -177,8 +177,8 @@ impl Data {
         self.buffers.len()
     }
 
-    /// Whether there is room for what a command makes: an event, and a packet without data. If not, the command is to
-    /// wait.
+    /// Whether there is room for the results of a command: an event, and a packet without data. If not, the command
+    /// must wait.
     pub fn has_room(&self) -> bool {
         self.events.len() < self.config.events.into() && self.control.len() < self.config.events.into()
     }
@@ -249,7 +249,7 @@ impl Data {
         let goes_on = association(&before) == association(&peer);
         if let Some(matching) = &mut self.matching {
             matching.set_peer(number, before.as_ref().map(name), peer.as_ref().map(name));
-            // While it matches, this side knows better than the policy which message comes next.
+            // While the data half matches, it knows better than the policy which message comes next.
             if let (true, Some(before), Some(now)) = (matching.is_matching(), before, place)
                 && (before.local, before.remote, name(&before)) == (now.local, now.remote, name(now))
             {
@@ -335,9 +335,10 @@ impl Data {
         self.poll_run(memory, out, 1).map(|Run { to, length, .. }| Outbound { to, length })
     }
 
-    /// Writes the next packets for one address into `out`, one behind the other: of a message as many as it may send
-    /// now, but at most `most` and those that `out` has room for. All have the same length but the last, which may be
-    /// shorter: so a device can cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
+    /// Writes the next packets for one address into `out`, one behind the other: as many packets of one message as may
+    /// be sent now, but at most `most`, and no more than fit into `out`. All have the same length except the last,
+    /// which may be shorter: so a device can cut them (UDP segmentation). `out` has room for [`DataConfig::packet`]
+    /// bytes at least.
     pub fn poll_run(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
         let run = match take_first(&mut self.control) {
             Some((to, header, cts)) => {

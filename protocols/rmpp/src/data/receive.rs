@@ -11,7 +11,8 @@ use baton_wire::Endpoint;
 use baton_wire::rmpp::stream::{MAX_STREAMED, MAX_UNASKED, RunHeader};
 use baton_wire::rmpp::{Cts, Header, Kind, MAX_CLEARED, PacketFlags};
 
-/// Times that a message is cleared anew while nothing comes by its stream, after which the stream counts as dead.
+/// The stream counts as dead after a message has been cleared anew this many times in a row while nothing came by the
+/// stream.
 const PATIENCE: u8 = 6;
 
 /// A message that is being received.
@@ -32,38 +33,39 @@ pub(super) struct Message {
     base: u32,
     /// Bit i: packet `base + i` has been placed.
     placed: u128,
-    /// The first packet that is not cleared.
+    /// The first packet that has not been cleared.
     limit: u32,
-    /// The first packet that may not be cleared without the policy.
+    /// The first packet that only the policy may clear.
     until: u32,
     /// Most packets that a further CTS clears.
     step: u16,
-    /// This side clears packets by itself, so it is ahead of what the policy knows.
+    /// The data half clears packets by itself, so it has cleared more than the policy knows.
     alone: bool,
     grant: u16,
-    /// Nothing more is cleared before the policy says so: the RSM of the current grant has been reported.
+    /// The RSM of the current grant has been reported, so nothing more is cleared before the policy says so.
     more_reported: bool,
     /// The policy knows that all packets before this one have been placed.
     reported: u32,
     /// The current gap has been reported.
     gap_reported: bool,
-    /// The stream by which cleared packets come; 0: as packets.
+    /// The stream by which cleared packets come; 0 if they come as packets.
     stream: u32,
-    /// The run that its sender may have sent unasked is taken.
+    /// A run that the sender may have sent unasked is accepted.
     takes_unasked: bool,
-    /// Packets behind missing ones that a stream has brought, from the first to before the second.
+    /// Packets that the stream has brought and that lie behind missing ones: from the first number up to, but without,
+    /// the second.
     island: (u32, u32),
-    /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row there were no
-    /// more.
+    /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row that number had
+    /// not grown.
     streamed: u64,
     stalled: u8,
 }
 
-/// Where the bytes of a run go.
+/// The place in memory for the bytes of a run.
 pub(super) struct Place {
-    /// Those before this one have been placed. It is counted from the first behind the RTS's.
+    /// All bytes before this one have been placed. Bytes are counted from the first one behind the RTS's.
     pub from: u64,
-    /// Where the message goes, from that first one on.
+    /// The region for the message, from that first byte on.
     pub region: Region,
 }
 
@@ -91,7 +93,7 @@ impl Receiving {
         self.messages.get_mut(handle::slot(handle))?.as_mut().filter(|message| message.handle == handle)
     }
 
-    /// Forgets a message, if it is known. Returns its peer, and the stream by which it comes.
+    /// Forgets a message, if it is known. Returns its peer, and the stream by which its data comes.
     pub fn release(&mut self, handle: u32) -> Option<(u16, u32)> {
         let message = *self.find(handle)?;
         self.messages[handle::slot(handle)] = None;
@@ -99,7 +101,7 @@ impl Receiving {
         Some((message.peer, message.stream))
     }
 
-    /// The message of a run, if it comes by that stream.
+    /// The message of a run, if the message's data comes by that stream.
     pub fn of_run(&mut self, stream: StreamId, header: &RunHeader) -> Option<&mut Message> {
         let is_of = |message: &&mut Message| {
             (message.peer, message.stream, message.number) == (stream.peer, stream.number, header.message)
@@ -107,11 +109,11 @@ impl Receiving {
         self.find(header.handle).filter(is_of)
     }
 
-    /// Checks a run. Returns where it begins, counted in bytes from the first behind the RTS's; None if its message has
-    /// ended.
+    /// Checks a run. Returns the offset at which it begins, in bytes from the first one behind the RTS's; None if its
+    /// message has ended.
     ///
     /// # Errors
-    /// Why it makes no sense.
+    /// The reason why the run is invalid.
     pub fn check_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<Option<u64>, Drop> {
         let Some(message) = self.find(header.handle) else { return Ok(None) };
         if (message.peer, message.number) != (stream.peer, header.message) {
@@ -137,7 +139,7 @@ impl Receiving {
         message.filter(|message| message.handle == handle).map(|message| message.limit)
     }
 
-    /// Where the bytes of a run go that was checked; None if nobody wants them any more.
+    /// The place for the bytes of a run that was checked; None if its message does not want them any more.
     pub fn place(&self, stream: StreamId, header: &RunHeader) -> Option<Place> {
         let message = self.messages.get(handle::slot(header.handle))?.as_ref()?;
         let is_of = (message.handle, message.peer, message.stream, message.number)
@@ -147,14 +149,14 @@ impl Receiving {
         (is_of && cleared).then_some(Place { from, region: message.region })
     }
 
-    /// The messages that come by a stream.
+    /// The messages whose data comes by a stream.
     pub fn of_stream(&self, peer: u16, stream: u32) -> impl Iterator<Item = u32> {
         let is_of = move |message: &&Message| (message.peer, message.stream) == (peer, stream);
         self.messages.iter().flatten().filter(is_of).map(|message| message.handle)
     }
 
-    /// Enters a message if it is new. None if its slot is another one's: the policy reuses a slot only after it has
-    /// released it.
+    /// Enters a message if it is new. None if another message has its slot: the policy may reuse a slot only after it
+    /// has released the former message.
     fn enter(&mut self, message: Message) -> Option<&mut Message> {
         let place = self.messages.get_mut(handle::slot(message.handle))?;
         if place.is_none() {
@@ -172,9 +174,9 @@ impl Message {
         u64::from(self.fragment).min(self.rest.saturating_sub(at))
     }
 
-    /// Whether a data packet is one that was cleared and has not come before.
+    /// Checks that a data packet was cleared and has not come before.
     fn check(&self, header: &Header, length: usize) -> Result<(), Drop> {
-        // Of those that come by a stream more are cleared than there are bits.
+        // If packets come by a stream, more are cleared than there are bits.
         if header.packet >= self.limit || header.packet >= self.base.saturating_add(u128::BITS) {
             return Err(Drop::NotCleared);
         }
@@ -249,7 +251,8 @@ impl Message {
                 self.island = (0, 0);
             }
         }
-        // When a stream ends less is cleared again than was before; what had come as packets may reach beyond it.
+        // When a stream ends, fewer packets are cleared again than were cleared before; packets that had come may lie
+        // beyond the new limit.
         self.limit = self.limit.max(self.base);
     }
 
@@ -268,7 +271,7 @@ impl Message {
         self.fragment.into()
     }
 
-    /// Packets that may be cleared behind those that are.
+    /// Number of packets behind the limit that may still be cleared.
     fn further(&self) -> u32 {
         if self.stream != 0 {
             return (self.until - self.limit).min(MAX_STREAMED.into());
@@ -277,10 +280,10 @@ impl Message {
         u32::from(self.step).min(self.until - self.limit).min(window)
     }
 
-    /// What the policy has to know after a data packet, whether it was placed or had come before.
+    /// The event that the policy has to get after a data packet, which was placed or had come before.
     fn news(&mut self, asked: Asked, placed: bool) -> Option<Event> {
         if self.base == self.packets {
-            // Repeated for a packet that comes again: the sender does not know yet that all is there.
+            // This is repeated for a packet that comes again: the sender does not know yet that all packets have come.
             return placed.then_some(Event::Placed { handle: self.handle });
         }
         let due = match asked {
@@ -300,7 +303,7 @@ impl Message {
     }
 }
 
-/// Whether a packet asks for more, and who answers that.
+/// Whether a packet asks for more to be cleared, and which half answers that.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Asked {
     Nothing,
@@ -322,7 +325,7 @@ impl Data {
         data: &[u8],
         memory: &mut (impl Memory + ?Sized),
     ) -> Result<(), Drop> {
-        // What a packet makes known must reach the policy: without room for it the packet counts as lost.
+        // The events of a packet must reach the policy: without room for them the packet counts as lost.
         let most = usize::from(self.config.events);
         if self.events.len() + 1 >= most || self.control.len() >= most {
             return Err(Drop::NoRoom);
@@ -378,7 +381,8 @@ impl Data {
         self.control.push_back((peer.address, header, cts));
     }
 
-    /// Has a message that is long enough come by its peer's stream from its next CTS on, if there is one.
+    /// Makes the data of a message that is long enough come by its peer's stream from the next CTS on, if there is a
+    /// stream.
     fn join_stream(&mut self, handle: u32) {
         if let Some(message) = self.receiving.find(handle)
             && let Some(streams) = &mut self.streams
@@ -390,9 +394,9 @@ impl Data {
         }
     }
 
-    /// Takes the run that the sender of a message which is cleared for the first time may have sent unasked, unless
-    /// that has come and was dropped, or reaches beyond what is cleared. Returns whether its CTS waits for a look at
-    /// the stream.
+    /// Called when a message is cleared for the first time: accepts the run that its sender may have sent unasked,
+    /// unless that run has come and was dropped, or reaches beyond the cleared packets. Returns whether the message's
+    /// CTS waits until the stream has been read.
     fn take_unasked(&mut self, handle: u32) -> bool {
         let Some(message) = self.receiving.find(handle) else { return false };
         let Some(streams) = self.streams.as_mut().filter(|_| message.stream != 0 && !message.takes_unasked) else { return false };
@@ -403,7 +407,7 @@ impl Data {
         message.takes_unasked && all <= MAX_UNASKED.into() && streams.defer(handle)
     }
 
-    /// Sends the CTS that have waited for a look at the streams: their messages' data has not come unasked.
+    /// Sends the CTS that have waited until the streams were read, for messages whose data has not come unasked.
     pub fn send_deferred(&mut self) {
         while let Some(handle) = self.streams.as_mut().and_then(Streams::deferred) {
             let message = self.receiving.find(handle).map(|message| (message.peer, message.base, message.limit));
@@ -414,7 +418,7 @@ impl Data {
         }
     }
 
-    /// Nothing more of a message comes by its stream.
+    /// Notes that nothing more of a message will come by its stream.
     fn leave_stream(&mut self, handle: u32) {
         if let Some(message) = self.receiving.find(handle)
             && let Some(streams) = &mut self.streams
@@ -439,7 +443,7 @@ impl Data {
         }
     }
 
-    /// The stream of a message has ended: what has not come is cleared again, to come as packets.
+    /// After the stream of a message has ended: clears again the data that has not come, which then comes as packets.
     pub(super) fn clear_again(&mut self, handle: u32, peer: &Peer) {
         let Some(message) = self.receiving.find(handle) else { return };
         (message.stream, message.island, message.takes_unasked) = (0, (0, 0), false);
@@ -452,9 +456,9 @@ impl Data {
         }
     }
 
-    /// A message that comes by a stream is cleared anew, as the policy has not learned of any progress. Whether that is
-    /// done with: a stream repeats nothing, so what it has begun to bring goes on, and one that brings nothing is given
-    /// up.
+    /// Handles that the policy clears a message of a stream anew, since it has heard of no progress. Returns whether
+    /// nothing else is to be done: a stream repeats nothing, so data that is arriving just goes on, and a stream that
+    /// brings nothing is ended.
     fn waits_for_stream(&mut self, handle: u32, first: u32) -> bool {
         let Some(message) = self.receiving.find(handle).filter(|message| message.stream != 0 && first < message.limit) else {
             return false;
@@ -477,8 +481,8 @@ impl Data {
         arriving
     }
 
-    /// Clears packets of a message, and sends the CTS for those that have not been placed. What lies behind the packets
-    /// that this side has cleared only moves its limit, unless the RSM has come.
+    /// Clears packets of a message, and sends the CTS for those that have not been placed. If the policy clears packets
+    /// behind those that the data half has cleared by itself, only the limit is moved, unless the RSM has come.
     pub(super) fn clear(&mut self, command: &Command) {
         let Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, ahead, grant } =
             *command
@@ -519,7 +523,8 @@ impl Data {
         (entry.until, entry.step) = (entry.until.max(until), entry.step.max(count));
         self.join_stream(handle);
         let Some(entry) = self.receiving.find(handle) else { return };
-        // An RSM on its way will go on. Where everything has been placed that was cleared, it may have been lost.
+        // An RSM that is still in flight will make the message go on. If all cleared packets have been placed, the RSM
+        // may have been lost.
         if first > entry.limit || first == entry.limit && !entry.more_reported && entry.further() == 0 {
             return;
         }
@@ -527,11 +532,11 @@ impl Data {
         // A bit for each cleared packet, counted from the first that is missing.
         let end = match entry.stream {
             0 => (from + u32::from(count)).min(entry.until).min(entry.base + u128::BITS),
-            // What comes by a stream needs no bits.
+            // Data that comes by a stream needs no bits.
             _ => entry.until.min(from + u32::from(MAX_STREAMED)),
         };
         if from >= end || entry.alone && first < entry.base {
-            // More has come than the policy knows, perhaps all of it.
+            // More packets have come than the policy knows, perhaps all.
             let event = match entry.base == entry.packets {
                 true => Event::Placed { handle },
                 false => Event::More { handle, placed: entry.base },
@@ -557,9 +562,9 @@ impl Data {
 mod tests {
     use super::*;
 
-    /// The stream that brought a message has ended, so less is cleared again than had been cleared before: what had
-    /// come as packets reaches beyond that. Once the first missing packet is there, the next ones are cleared from
-    /// there on, and not from where clearing had begun.
+    /// The stream that brought a message has ended, so fewer packets are cleared again than had been before, and
+    /// packets that had come lie beyond these. Once the first missing packet has come, clearing goes on behind the
+    /// packets that have come, and not where it had begun.
     #[test]
     fn what_had_come_before_a_stream_ended_counts_as_cleared() {
         let mut message = Message {

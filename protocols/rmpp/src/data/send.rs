@@ -31,7 +31,7 @@ struct Message {
     next: u32,
     /// The first packet that is not cleared.
     limit: u32,
-    /// The packet that carries the RSM of the current grant, if the message goes on behind the grant.
+    /// The packet that carries the RSM of the current grant, if the message is longer than the grant.
     more_at: Option<u32>,
     grant: u16,
     /// The receiver's handle, from its CTS; 0 before the first.
@@ -45,7 +45,7 @@ struct Message {
     stream: u32,
     /// The first packet that this stream was given.
     streamed: u32,
-    /// Its first packets were given to the stream before a CTS has come.
+    /// The message's first packets were given to the stream before a CTS had come.
     unasked: bool,
     /// It is in the queue of messages with something to send.
     queued: bool,
@@ -113,8 +113,8 @@ impl Sending {
         self.find(handle).is_some_and(|message| message.stream == stream && message.next < message.limit)
     }
 
-    /// The next packets of a message as a run, `most` at most: its header, but for what the stream knows, and its
-    /// bytes.
+    /// The next packets of a message as a run of at most `most` packets: the header, except for the fields that the
+    /// stream fills in, and the place of the bytes.
     pub fn next_run(&mut self, handle: u32, stream: u32, most: u32) -> Option<(RunHeader, Region)> {
         let message = self.find(handle).filter(|message| message.stream == stream && message.next < message.limit)?;
         let (first, fragment) = (message.next, u64::from(message.rts.fragment));
@@ -125,7 +125,7 @@ impl Sending {
         let length = (u64::from(count) * fragment).min(message.region.length.saturating_sub(at));
         message.next = end;
         let more = match message.receiver {
-            // A receiver that has cleared no more than these packets is to go on.
+            // A receiver that has cleared only these packets must be asked to clear more.
             0 => (end < message.packets).then_some(end - 1),
             _ => message.more_at.filter(|more| (first..end).contains(more)),
         };
@@ -180,21 +180,22 @@ impl Message {
     /// Takes up a CTS that was checked, whose answer goes by a stream, or by packets if that is 0.
     fn clear(&mut self, header: &Header, receiver: u32, stream: u32) {
         if core::mem::take(&mut self.unasked) && (stream != self.stream || !header.flags.contains(PacketFlags::TAKEN)) {
-            // The receiver drops what was sent unasked, or has not got it: as if it had not been sent.
+            // The receiver has dropped or not received the run that was sent unasked: go on as if it had not been sent.
             (self.next, self.limit, self.stream) = (0, 0, 0);
         }
-        // A receiver that takes our stream for alive clears more than can come as packets.
+        // A receiver that believes our stream to be alive clears more than can be sent as packets.
         let count = if stream == 0 { header.count.min(MAX_CLEARED) } else { header.count };
         let (first, end) = (header.packet, header.packet + u32::from(count));
         let goes_on = stream != 0 && self.stream == stream && first >= self.streamed;
         if goes_on {
-            // What this stream was given comes, or the receiver notices that the stream has ended. What it has cleared
-            // and was not given yet is still to go, unless the receiver has it already.
+            // Data that this stream was given arrives, or the receiver notices that the stream has ended. Packets that
+            // the receiver has cleared and the stream was not given are still to be sent, unless the receiver has them
+            // already.
             if first > self.limit {
                 self.next = first;
             }
         } else if first != self.limit {
-            // A CTS that goes on where the last one ended is added to it; any other one says what to send now.
+            // A CTS that begins where the last one ended extends it; any other CTS replaces it.
             self.next = first;
         }
         let end = if goes_on { end.max(self.limit) } else { end };
@@ -233,7 +234,8 @@ impl Message {
 }
 
 impl Data {
-    /// Enters a message and sends its RTS. For one that is known (the policy sends it again), only the latter.
+    /// Enters a message and sends its RTS. If the message is known already (the policy has its RTS sent again), only
+    /// sends the RTS.
     pub(super) fn enter_send(&mut self, command: &Command) {
         let Command::Send { handle, peer, message: number, region, first, rts, early, floor } = *command else { return };
         let known = self.peers.get(usize::from(peer)).copied().flatten().is_some();
@@ -278,8 +280,8 @@ impl Data {
         self.send_unasked(handle, peer, region.length - u64::from(first));
     }
 
-    /// Has the stream to a peer send the first packets of a new message behind its RTS, if it would be idle until the
-    /// CTS comes.
+    /// Makes the stream to a peer send the first packets of a new message right after its RTS, if the stream would be
+    /// idle until the CTS comes.
     fn send_unasked(&mut self, handle: u32, peer: u16, rest: u64) {
         if let Some(streams) = &mut self.streams
             && let Some(message) = self.sending.find(handle)

@@ -1,10 +1,10 @@
-//! Streams: TCP connections that carry the data of long messages between two data halves on hosts. What they carry is
-//! in [`baton_wire::rmpp::stream`]; here is which runs are written, and where received bytes go. Sockets are the
-//! caller's.
+//! Streams: TCP connections that carry the data of long messages between two data halves on hosts. Their format is in
+//! [`baton_wire::rmpp::stream`]; this module decides which runs are written, and where received bytes go. The caller
+//! has the sockets.
 //!
 //! A stream has one direction. The receiver of a long message offers it in its CTS; the sender opens it, and uses it
-//! once a CTS says that the receiver reads it. Whoever does not read or open any gets packets, and nothing depends on a
-//! stream: when one ends, the receiver clears again what has not come.
+//! once a CTS says that the receiver reads it. A peer that does not read or open streams gets packets. Nothing depends
+//! on a stream: when one ends, the receiver clears again the data that has not come.
 
 use super::{Data, Peer};
 use crate::counters::Drop;
@@ -20,21 +20,21 @@ use baton_wire::rmpp::{Cts, Header, Kind, MAX_CLEARED, Offer};
 use core::hash::Hasher;
 use siphasher::sip::SipHasher24;
 
-/// CTS that offer a stream and do not name the one that was opened, after which it is given up.
+/// A stream that was opened is given up after this many CTS in a row that offer a stream but do not name this one.
 const MOST_UNANSWERED: u8 = 64;
-/// Offers that are not taken after a stream has ended by itself: doubled with each end in a row, up to 1024 times as
-/// many.
+/// After a stream has ended by itself, this many offers are ignored; the number doubles with each such end in a row, up
+/// to 1024 times.
 const PAUSE: u32 = 2;
-/// Looks at the listener for each offer: a peer that takes it does so at once.
+/// How often the listener is polled for each offer: a peer that takes the offer connects at once.
 const LOOKS: u32 = 256;
-/// Packets of a run while other messages to the same peer wait.
+/// Most packets of a run while other messages to the same peer wait.
 const TURN: u32 = MAX_CLEARED as u32;
-/// Looks at a run that was sent unasked and whose RTS has not come, while other messages wait behind it, after which it
-/// is dropped.
+/// A run that was sent unasked and whose RTS has not come is dropped after its message was looked for this many times
+/// while other messages waited behind the run.
 const MOST_LOOKS: u8 = 32;
-/// CTS that wait for a look at the streams.
+/// Most CTS that wait until the streams have been read.
 const MOST_DEFERRED: usize = 64;
-/// Events that bytes of a run cause at most: how far a message is, that all of it is there, its END.
+/// Most events that the bytes of a run cause: a message's progress, that all of its data has come, its END.
 const MOST_EVENTS: usize = 4;
 
 /// Settings of streams.
@@ -44,7 +44,7 @@ pub struct StreamConfig {
     pub port: u16,
     /// Key from which the peers' keys are made. It must be random.
     pub secret: [u64; 2],
-    /// Bytes behind an RTS from which on a message's data comes by a stream.
+    /// If at least this many bytes follow the RTS's, a message's data comes by a stream.
     pub least: u64,
 }
 
@@ -57,7 +57,7 @@ pub struct StreamId {
     pub number: u32,
 }
 
-/// What is to be done with sockets.
+/// What the caller has to do with sockets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StreamOrder {
     /// Open a stream to this address, from our own, and write the greeting.
@@ -71,19 +71,20 @@ pub enum StreamOrder {
 /// What the next bytes of a stream are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Intake {
-    /// A header of a run, of which so many bytes are missing: for [`Data::stream_header`].
+    /// They belong to the header of a run, of which this many bytes are missing: pass them to [`Data::stream_header`].
     Header(usize),
-    /// A part of a message: it goes to this region of the memory, and [`Data::stream_placed`] follows.
+    /// They are a part of a message: read them into this region of the memory, and then call [`Data::stream_placed`].
     Place(Region),
-    /// So many bytes that nobody wants: they are read, and [`Data::stream_placed`] follows.
+    /// This many bytes are not wanted: read and forget them, and then call [`Data::stream_placed`].
     Discard(u64),
-    /// They wait until there is room for events, or for the RTS of what was sent unasked: packets are to be looked for.
+    /// Leave them until there is room for events, or until the RTS of a run that was sent unasked has come: so look for
+    /// packets.
     Wait,
-    /// They wait until their message is wanted, and nothing else waits for them.
+    /// Leave them until a receive wants their message; nothing else waits behind them.
     Hold,
 }
 
-/// What a stream sends next.
+/// The next bytes to be written to a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Outflow {
     /// The header of the run, and how much of it has been written.
@@ -107,17 +108,18 @@ struct Sent {
 struct Outgoing {
     /// Its number; 0: there is none.
     number: u32,
-    /// The peer reads it.
+    /// The peer reads the stream.
     confirmed: bool,
-    /// CTS in a row that have not named it.
+    /// CTS in a row that have not named the stream.
     unanswered: u8,
-    /// Ends in a row, and offers that are not taken.
+    /// How often in a row the stream has ended, and how many further offers are ignored.
     ends: u8,
     pause: u32,
-    /// Runs in a row that were sent unasked and not taken, and messages of which nothing is sent unasked.
+    /// How many runs in a row were sent unasked and not taken, and for how many further messages nothing is sent
+    /// unasked.
     refused: u8,
     asking: u32,
-    /// Messages with something to send, in turn.
+    /// Messages with data to send; they take turns.
     queue: VecDeque<u32>,
     run: Option<Sent>,
     /// It is in the list of streams with something to send.
@@ -130,11 +132,11 @@ struct Received {
     header: RunHeader,
     at: u64,
     end: u64,
-    /// The RSM has not come yet.
+    /// The run carries an RSM, which has not been reported yet.
     asks: bool,
-    /// It was cleared. A run of a message that has ended is not, and does not become so.
+    /// The run was cleared. A run of a message that has ended is not wanted, and stays so.
     wanted: bool,
-    /// It was sent unasked, and its message is not known yet: so often it was looked for.
+    /// If the run was sent unasked and its message is not known yet: how often the message was looked for.
     unknown: Option<u8>,
 }
 
@@ -147,13 +149,13 @@ struct Incoming {
     /// Bytes of the header that have come.
     have: usize,
     run: Option<Received>,
-    /// Messages whose data comes by it.
+    /// Messages whose data comes by this stream.
     awaited: u32,
-    /// Of those whose first run may have been sent unasked and has not come: number and handle.
+    /// Number and handle of the messages whose first run may have been sent unasked and has not come.
     unasked: VecDeque<(u32, u32)>,
     /// The last message whose run was sent unasked and dropped.
     dropped: Option<u32>,
-    /// Bytes of runs that have come.
+    /// Bytes of runs that have come so far.
     bytes: u64,
 }
 
@@ -172,11 +174,11 @@ pub(super) struct Streams {
     /// Peers whose stream has something to send.
     ready: VecDeque<u16>,
     orders: VecDeque<StreamOrder>,
-    /// Messages whose CTS need not be sent if all of their data has come unasked.
+    /// Messages whose CTS waits, since it need not be sent if all of their data has come unasked.
     deferred: VecDeque<u32>,
     /// Messages whose data comes by a stream.
     awaited: u32,
-    /// Looks at the listener that a stream which was offered is still worth.
+    /// How often the listener is still to be polled for a stream that was offered.
     offered: u32,
 }
 
@@ -195,7 +197,8 @@ impl Streams {
         }
     }
 
-    /// What a greeting of a peer must say. Only we and the peer know it, and another association has another one.
+    /// The key that a greeting of a peer must contain. Only this endpoint and the peer know it, and each association
+    /// has its own.
     fn key(&self, peer: &Peer) -> u64 {
         let mut hasher = SipHasher24::new_with_keys(self.config.secret[0], self.config.secret[1]);
         hasher.write(&peer.address.address);
@@ -206,12 +209,12 @@ impl Streams {
         hasher.finish()
     }
 
-    /// The stream from a peer by which a message with so many bytes behind its RTS's comes; 0 for none.
+    /// The stream from a peer by which a message's data comes, with `rest` bytes behind its RTS's; 0 for none.
     pub fn carries(&self, peer: u16, rest: u64) -> u32 {
         if rest >= self.config.least { self.incoming[usize::from(peer)].number } else { 0 }
     }
 
-    /// What a CTS to a peer says beside the handle. Only that of a long message offers a stream.
+    /// The content of a CTS to a peer. Only the CTS of a long message offers a stream.
     pub fn cts(&mut self, number: u16, peer: &Peer, handle: u32, rest: u64, stream: u32) -> Cts {
         let long = rest >= self.config.least;
         let offer = long.then(|| Offer { port: self.config.port, peer: number, key: self.key(peer) });
@@ -221,7 +224,7 @@ impl Streams {
         Cts { handle, offer, stream }
     }
 
-    /// One message more or less whose data comes by the stream of a peer, if that is the current one.
+    /// Counts one message more or less whose data comes by the stream of a peer, if that is the current stream.
     pub fn await_message(&mut self, peer: u16, stream: u32, more: bool) {
         let incoming = &mut self.incoming[usize::from(peer)];
         if stream != 0 && incoming.number == stream {
@@ -231,7 +234,8 @@ impl Streams {
         }
     }
 
-    /// Whether the answer to a CTS goes by a stream: its number, or 0. Opens one if that was offered.
+    /// The number of the stream by which the data that a CTS clears is sent; 0 for none. Opens a stream if the CTS
+    /// offers one.
     pub fn answer(&mut self, number: u16, peer: &Peer, cts: &Cts, endpoint: u16, address: &Endpoint) -> u32 {
         let Some(offer) = cts.offer else { return 0 };
         let at = usize::from(number);
@@ -260,14 +264,15 @@ impl Streams {
             return out.number;
         }
         out.unanswered += 1;
-        // An earlier CTS may have come late. Other than that, a peer that does not name a stream any more has lost it.
+        // The CTS may be an earlier one that comes late. Otherwise a peer that does not name the stream any more has
+        // lost it.
         if out.unanswered >= if out.confirmed { 4 } else { MOST_UNANSWERED } {
             self.end_outgoing(at, true);
         }
         0
     }
 
-    /// The stream by which the first packets of a message go unasked: one that the peer reads, and that has nothing
+    /// The stream by which the first packets of a message are sent unasked, if the peer reads it and it has nothing
     /// else to send.
     pub fn may_send_unasked(&mut self, peer: u16, rest: u64) -> Option<u32> {
         let out = &mut self.outgoing[usize::from(peer)];
@@ -281,8 +286,8 @@ impl Streams {
         Some(out.number)
     }
 
-    /// Whether a run that was sent unasked is taken. A peer that drops them, since it posts its receives late, is asked
-    /// for a while.
+    /// Notes whether the peer has taken a run that was sent unasked. A peer that drops such runs, since it posts its
+    /// receives late, is for a while sent nothing unasked.
     pub fn note_unasked(&mut self, peer: u16, taken: bool) {
         let out = &mut self.outgoing[usize::from(peer)];
         if taken {
@@ -293,7 +298,8 @@ impl Streams {
         }
     }
 
-    /// Takes the run of a message that may have been sent unasked. False if it has come and was dropped.
+    /// Accepts the run of a message that may have been sent unasked. Returns false if it has come already and was
+    /// dropped.
     pub fn take_unasked(&mut self, peer: u16, number: u32, handle: u32) -> bool {
         let incoming = &mut self.incoming[usize::from(peer)];
         // Runs that are sent unasked come in the messages' order.
@@ -304,7 +310,7 @@ impl Streams {
         !dropped
     }
 
-    /// Has the CTS of a message wait for [`Data::send_deferred`]. False if it may not wait.
+    /// Makes the CTS of a message wait for [`Data::send_deferred`]. Returns false if there is no room for it to wait.
     pub fn defer(&mut self, handle: u32) -> bool {
         let room = self.deferred.len() < MOST_DEFERRED;
         if room {
@@ -318,7 +324,8 @@ impl Streams {
         take_first(&mut self.deferred)
     }
 
-    /// A message has ended, or comes otherwise: what was sent of it unasked is not waited for.
+    /// Notes that a message has ended, or that its data comes in another way: its run that was sent unasked is not
+    /// expected any more.
     pub fn forget_unasked(&mut self, peer: u16, handle: u32) {
         self.incoming[usize::from(peer)].unasked.retain(|(_, other)| *other != handle);
     }
@@ -334,7 +341,7 @@ impl Streams {
         }
     }
 
-    /// Ends the stream to a peer, and pauses if it was not we who wanted that.
+    /// Ends the stream to a peer. If this side did not want it to end, some offers are ignored afterwards (`pause`).
     fn end_outgoing(&mut self, at: usize, pause: bool) {
         let out = &mut self.outgoing[at];
         let number = core::mem::take(&mut out.number);
@@ -355,7 +362,7 @@ impl Streams {
 }
 
 impl Data {
-    /// What is to be done with sockets next.
+    /// The next thing that the caller has to do with sockets.
     pub fn poll_stream(&mut self) -> Option<StreamOrder> {
         take_first(&mut self.streams.as_mut()?.orders)
     }
@@ -383,8 +390,8 @@ impl Data {
         self.incoming(stream).is_some_and(|incoming| incoming.awaited > 0 || incoming.run.is_some())
     }
 
-    /// Whether something that is wanted waits in a stream without a packet or more bytes having to come: the program
-    /// may not sleep.
+    /// Whether a stream has wanted bytes that can be read without another packet or more bytes arriving: then the
+    /// program must not sleep.
     pub fn has_unread(&self) -> bool {
         let waits = |incoming: &Incoming| incoming.awaited > 0 && incoming.run.is_some_and(|run| run.unknown.is_some());
         let streams = self.streams.as_ref().filter(|streams| streams.awaited > 0);
@@ -414,7 +421,8 @@ impl Data {
         }
     }
 
-    /// What a stream sends next; None if there is nothing. [`Data::stream_written`] follows.
+    /// The next bytes to be written to a stream; None if there are none. The caller then calls
+    /// [`Data::stream_written`].
     pub fn outflow(&mut self, stream: StreamId) -> Option<Outflow> {
         let streams = self.streams.as_mut()?;
         let out = streams.outgoing.get_mut(usize::from(stream.peer)).filter(|out| out.number == stream.number)?;
@@ -439,7 +447,7 @@ impl Data {
         None
     }
 
-    /// So many bytes of what [`Data::outflow`] gave have been written.
+    /// Notes that this many of the bytes that [`Data::outflow`] gave have been written.
     pub fn stream_written(&mut self, stream: StreamId, bytes: usize) {
         let Some(streams) = &mut self.streams else { return };
         let out = streams.outgoing.get_mut(usize::from(stream.peer)).filter(|out| out.number == stream.number);
@@ -466,10 +474,10 @@ impl Data {
         }
     }
 
-    /// Takes up a stream that was opened from `from` with this greeting. It replaces an earlier one of the peer.
+    /// Accepts a stream that was opened from `from` with this greeting. It replaces an earlier stream of the peer.
     ///
     /// # Errors
-    /// Why it is to be closed.
+    /// The reason why the stream must be closed.
     pub fn accept_stream(&mut self, from: &[u8; 16], greeting: &[u8; GREETING]) -> Result<StreamId, Drop> {
         let accepted = self.check_greeting(from, greeting);
         match accepted {
@@ -516,7 +524,7 @@ impl Data {
         }
     }
 
-    /// Ends the stream from a peer, and clears again what has not come by it.
+    /// Ends the stream from a peer, and clears again the data that has not come by it.
     pub(super) fn end_incoming(&mut self, at: usize) {
         let Some(Incoming { number, awaited, .. }) = self.forget_incoming(at) else { return };
         if awaited > 0 {
@@ -524,7 +532,7 @@ impl Data {
         }
     }
 
-    /// Forgets the stream from a peer, and has it closed.
+    /// Forgets the stream from a peer, and orders its socket to be closed.
     fn forget_incoming(&mut self, at: usize) -> Option<Incoming> {
         let streams = self.streams.as_mut()?;
         let incoming = core::mem::replace(streams.incoming.get_mut(at)?, Incoming::new(0));
@@ -536,7 +544,8 @@ impl Data {
         Some(incoming)
     }
 
-    /// What the next bytes of a stream are. None: it is not, or no longer, one of ours, and to be closed.
+    /// What the caller has to do with the next bytes of a stream. None if the stream is not, or no longer, known here
+    /// and must be closed.
     pub fn intake(&mut self, stream: StreamId) -> Option<Intake> {
         let incoming = self.incoming(stream)?;
         let Some(run) = incoming.run else { return Some(Intake::Header(RUN - incoming.have)) };
@@ -551,7 +560,7 @@ impl Data {
         let Some(place) = place else { return Some(Intake::Discard(rest)) };
         let (begin, end) = (run.at.max(place.from), run.end.min(place.region.length));
         Some(if run.at < begin {
-            // It has come by packets.
+            // This part has come by packets already.
             Intake::Discard(begin.min(run.end) - run.at)
         } else if begin >= end {
             Intake::Discard(rest)
@@ -560,7 +569,7 @@ impl Data {
         })
     }
 
-    /// Bytes of a header have come, no more than [`Intake::Header`] said. What makes no sense ends the stream.
+    /// Takes bytes of a header, at most as many as [`Intake::Header`] said. An invalid header ends the stream.
     pub fn stream_header(&mut self, stream: StreamId, bytes: &[u8]) {
         let Some(streams) = self.streams.as_mut().filter(|_| stream.number != 0) else { return };
         let incoming = streams.incoming.get_mut(usize::from(stream.peer)).filter(|incoming| incoming.number == stream.number);
@@ -586,8 +595,8 @@ impl Data {
         }
     }
 
-    /// Checks a run against what is cleared. One of a message that has ended is read and forgotten: its sender did not
-    /// know yet.
+    /// Checks a run against the cleared packets. A run of a message that has ended is read and forgotten: its sender
+    /// did not know of the end yet.
     fn begin_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<(), Drop> {
         let peer = self.peers.get(usize::from(stream.peer)).copied().flatten().ok_or(Drop::Stranger)?;
         if header.stream != stream.number || header.incarnations != [peer.remote, peer.local] {
@@ -603,7 +612,7 @@ impl Data {
         self.enter_run(stream, header)
     }
 
-    /// Takes up a run whose message is known by its handle.
+    /// Begins to receive a run whose message is known by its handle.
     fn enter_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<(), Drop> {
         let begin = self.receiving.check_run(stream, header)?;
         let wanted = begin.is_some();
@@ -622,15 +631,16 @@ impl Data {
         }
     }
 
-    /// Looks for the message of a run that was sent unasked. Its RTS has left before it by another way, so it may come
-    /// later; and it may not have been matched. It is dropped if others would wait for that.
+    /// Looks for the message of a run that was sent unasked. The message's RTS was sent before the run, but by another
+    /// route, so it may come later; or it may not have been matched yet. The run is dropped if other messages would
+    /// have to wait for that.
     fn find_unasked(&mut self, stream: StreamId, looks: u8) -> Option<Intake> {
         let incoming = self.streams.as_mut()?.incoming.get_mut(usize::from(stream.peer))?;
         let run = incoming.run.as_mut()?;
         let number = run.header.message;
         if let Some(at) = incoming.unasked.iter().position(|(message, _)| *message == number) {
             let (_, handle) = incoming.unasked.remove(at)?;
-            // Where more is cleared already its sender is not to be told.
+            // If more has been cleared already, the run's request for more (RSM) needs no answer.
             let end = u32::from(run.header.count);
             let more = run.header.more.filter(|_| self.receiving.limit(handle) == Some(end));
             let header = RunHeader { handle, more, ..run.header };
@@ -685,7 +695,7 @@ impl Data {
         }
         self.take_up_placed(handle, more.is_some(), placed > 0, &peer);
         if done && now.header.end && complete {
-            // What has come has come: the sender's END would say nothing else.
+            // All of the data has come, so the run stands for the sender's END, which would say nothing else.
             let mut header = Header::new(Kind::End, [peer.endpoint, self.config.endpoint], [peer.remote, peer.local]);
             (header.message, header.grant, header.handle) = (number, now.header.grant, handle);
             header.packet = now.header.first + u32::from(now.header.count);
@@ -700,8 +710,8 @@ impl Data {
         }
     }
 
-    /// The messages from a peer that come by a stream which has ended: each is cleared again from where it has come to,
-    /// by packets.
+    /// Clears again each message from a peer whose stream has ended, from the first byte that has not come: the rest
+    /// comes as packets.
     fn clear_by_packets(&mut self, at: usize, stream: u32) {
         let Some(peer) = self.peers.get(at).copied().flatten() else { return };
         let handles: Vec<u32> = self.receiving.of_stream(at as u16, stream).collect();
@@ -710,8 +720,8 @@ impl Data {
         }
     }
 
-    /// Of the stream from a peer: whether a run of this message is coming in that brings packet `base`, and how many
-    /// bytes of runs have come in all.
+    /// State of the stream from a peer: whether a run of this message that brings packet `base` is coming in, and how
+    /// many bytes of runs have come in all.
     pub(super) fn arriving(&self, peer: u16, handle: u32, base: u32) -> (bool, u64) {
         let Some(incoming) = self.streams.as_ref().and_then(|streams| streams.incoming.get(usize::from(peer))) else {
             return (false, 0);

@@ -1,4 +1,4 @@
-//! Messages that come: RTS, their order, matching, and the program's receives.
+//! Arriving messages: RTS, their order, matching, and the program's receives.
 
 use super::messages::{Incoming, ReceiveState};
 use super::{Error, Limit, PeerId, Policy, Probed, Receive, ReceiveId, Request};
@@ -66,7 +66,8 @@ impl Policy {
         self.complete_receive(receive, Err(error));
     }
 
-    /// Notes that a posted receive waits for a certain peer, whose keep-alive runs as long as any does.
+    /// Notes that a posted receive waits for a certain peer. The peer's keep-alive runs as long as a receive waits for
+    /// it.
     fn await_peer(&mut self, source: Option<u16>, now: u64) {
         let Some(at) = source.map(usize::from) else { return };
         let idle = !self.peers[at].is_busy();
@@ -76,15 +77,15 @@ impl Policy {
         }
     }
 
-    /// Notes that a receive which waited for a certain peer does so no longer.
+    /// Notes that a receive no longer waits for a certain peer.
     pub(super) fn await_no_longer(&mut self, source: Option<u16>) {
         if let Some(peer) = source.and_then(|at| self.peers.get_mut(usize::from(at))) {
             peer.awaited = peer.awaited.saturating_sub(1);
         }
     }
 
-    /// Fails the posted receives that only a message of this peer could match. Those that the data half has end once it
-    /// has given them up, so that nothing is placed in their memory afterwards.
+    /// Fails the posted receives that only a message of this peer could match. Receives that the data half has end only
+    /// once it has given them up, so that nothing is placed in their memory afterwards.
     pub(super) fn fail_posted(&mut self, at: usize, error: Error) {
         for slot in 0..self.receives.slots() {
             if self.peers[at].awaited == 0 {
@@ -143,7 +144,7 @@ impl Policy {
         Some(Probed { message: handle, peer: PeerId(*peer), tag: rts.tag, data: rts.data, length: rts.length })
     }
 
-    /// An RTS has come; `buffer` (its number, bytes in it) is ours now.
+    /// Handles an RTS that has come. `buffer` (its number, and the bytes in it) belongs to the policy now.
     pub(super) fn on_rts(
         &mut self,
         from: &Endpoint,
@@ -202,7 +203,7 @@ impl Policy {
         debug_assert!(!before(number, peer.next_match), "a message that was matched and has ended is known");
         let kept = peer.buffers < self.config.buffers_per_peer && self.free_to_keep();
         let message = Incoming::new(at as u16, number, rts, first, buffer);
-        // Messages that come out of order may not take the room of those that they wait for.
+        // Messages that come out of order must not take the room of the messages for which they wait.
         let in_order = number == peer.next_match;
         let room = in_order || self.held * 2 < self.incoming.slots();
         let Some(handle) = Some(message).filter(|_| room).and_then(|message| self.incoming.insert(message)) else {
@@ -215,7 +216,7 @@ impl Policy {
         if in_order {
             self.match_next(at, now, memory);
         }
-        // Whatever has not matched now may wait long: only some of those keep their data.
+        // A message that has not matched now may wait long: only some of these keep their data in buffers.
         if !kept {
             self.free_buffer(handle);
         }
@@ -237,7 +238,7 @@ impl Policy {
         self.buffers_held() <= usize::from(self.config.buffer_count) * 3 / 4
     }
 
-    /// Matches the peer's next message, which has come.
+    /// Matches the peer's next message, whose RTS has come.
     pub(super) fn match_next(&mut self, at: usize, now: u64, memory: &mut (impl Memory + ?Sized)) {
         let peer = &mut self.peers[at];
         let handle = peer.received[(peer.next_match % WINDOW) as usize];
@@ -259,7 +260,8 @@ impl Policy {
         }
     }
 
-    /// An RTS that has come before: the answer has not reached the sender, or it was asked for it.
+    /// Handles an RTS that has come before: the answer did not reach the sender, or the sender was asked for the RTS
+    /// again.
     pub(super) fn repeated_rts(
         &mut self,
         at: usize,
@@ -313,7 +315,7 @@ impl Policy {
         self.timers.set(timer, deadline);
     }
 
-    /// Copies the RTS's bytes into the receive's region, and clears what follows.
+    /// Copies the RTS's bytes into the receive's region, and clears the packets that follow.
     pub(super) fn place_first(&mut self, handle: u32, now: u64, memory: &mut (impl Memory + ?Sized)) {
         let (buffers, size) = (self.config.buffers, u64::from(self.config.buffer_size));
         let Some(message) = self.incoming.get_mut(handle) else { return };

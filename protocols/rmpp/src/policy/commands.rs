@@ -1,5 +1,5 @@
-//! The commands that wait for the data half. Packets without data leave behind all other commands, an RTS among them:
-//! so replies that nobody waits for can wait without being in the way of a message.
+//! The commands that wait for the data half. Packets without data leave after all other commands, also after an RTS: so
+//! replies for which no sender waits can be postponed without delaying a message.
 
 use crate::interface::Command;
 use crate::queue::take_first;
@@ -7,7 +7,7 @@ use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::Kind;
 
-/// Two queues, and how many of their commands are of which kind.
+/// Two queues of commands, and the number of commands of each kind in them.
 pub(super) struct Commands {
     /// All but packets.
     first: VecDeque<Command>,
@@ -34,7 +34,7 @@ impl Commands {
         self.len() == 0
     }
 
-    /// Whether all of them can wait: ACKs, CLEANUPs, and memory that is given back.
+    /// Whether all commands can wait: there are only ACKs, CLEANUPs, and releases of memory.
     pub fn can_wait(&self) -> bool {
         self.urgent == 0
     }
@@ -68,7 +68,7 @@ impl Commands {
         }
     }
 
-    /// Drops those for which `keep` is false.
+    /// Drops the commands for which `keep` is false.
     pub fn retain(&mut self, keep: impl Fn(&Command) -> bool) {
         for _ in 0..self.first.len() {
             if let Some(command) = self.first.pop_front() {
@@ -94,13 +94,13 @@ impl Commands {
     }
 }
 
-/// What a command is, as far as it can wait.
+/// Kinds of commands, by whether they can wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sort {
     Urgent,
     Acknowledgement,
     Cleanup,
-    /// Memory that is given back.
+    /// A release of memory.
     Release,
 }
 

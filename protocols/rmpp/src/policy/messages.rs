@@ -57,19 +57,19 @@ impl<T> Slab<T> {
         self.entries[slot].1.take()
     }
 
-    /// The handle of what is in a slot.
+    /// The handle of the message in a slot.
     pub fn at(&self, slot: usize) -> Option<u32> {
         let (generation, entry) = self.entries.get(slot)?;
         entry.is_some().then(|| handle::new(slot, *generation))
     }
 }
 
-/// How far an outgoing message has come.
+/// The state of an outgoing message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum SendState {
     /// It waits for the peer's welcome, or for a number in the window.
     Waiting,
-    /// Its RTS was sent. Whether a CTS has answered it only the data half knows.
+    /// Its RTS was sent. Only the data half knows whether a CTS has answered it.
     Sent,
     /// The receiver keeps the RTS until a receive matches.
     Held,
@@ -91,26 +91,27 @@ pub(super) struct Outgoings {
     pub next: u32,
 }
 
-/// How far an incoming message has come.
+/// The state of an incoming message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ReceiveState {
     /// No message yet: its handle is lent to a data half that matches.
     Lent,
-    /// The data half has used it for a message that does not count any more, and may still have it.
+    /// The data half has used this entry for a message that does not count any more, and may still use it.
     Returning,
-    /// A message with a lower number has not come: matching must wait, since messages of a sender match in their order.
+    /// A message with a lower number has not come yet. Matching must wait for it, since a sender's messages match in
+    /// their order.
     Held,
     /// No receive matches yet.
     Unexpected,
     /// A probe has claimed it.
     Claimed,
-    /// It has matched, but its RTS's data was not kept: the RTS must come again.
+    /// The message has matched, but the data of its RTS was not kept: the RTS must come again.
     AwaitRts,
-    /// Its data comes.
+    /// Its data is arriving.
     Receiving,
     /// It has ended, and the sender is notified until it confirms with a CLEANUP.
     Ended(Status),
-    /// All of it was placed; its END has not come.
+    /// All of its data was placed; its END has not come.
     Placed(Status),
     /// It has failed, and the data half may still write to its memory.
     Releasing(Error),
@@ -135,7 +136,7 @@ pub(super) struct Incoming {
     pub region: Region,
     /// Data packets that are wanted.
     pub packets: u32,
-    /// All before this one are known to have been placed.
+    /// All packets before this one are known to have been placed.
     pub placed: u32,
     /// First packet that is not cleared.
     pub limit: u32,
@@ -143,14 +144,14 @@ pub(super) struct Incoming {
     /// Numbers behind it that the data half may have given to CTS of its own.
     pub grants_ahead: u16,
     pub attempts: u8,
-    /// The END has come.
+    /// Its END has come.
     pub end: bool,
     /// It is in the queue of messages that wait for NIC buffers or pinned memory.
     pub queued: bool,
 }
 
 impl Incoming {
-    /// A message whose RTS has come, with `first` bytes of it in `buffer`.
+    /// A message whose RTS has come, with the message's first `first` bytes in `buffer`.
     pub fn new(peer: u16, number: u32, rts: &Rts, first: u16, buffer: u16) -> Incoming {
         Incoming {
             peer,
@@ -182,7 +183,7 @@ impl Incoming {
         (self.state, self.attempts) = (ReceiveState::Receiving, 0);
     }
 
-    /// Packets that may be on their way at a time: of those that are cleared only so many have a CTS.
+    /// Number of packets that may be in flight: only this many of the cleared packets have a CTS.
     pub fn on_way(&self) -> u32 {
         (self.limit - self.placed).min(u32::from(MAX_CLEARED))
     }

@@ -1,5 +1,5 @@
-//! The policy half: which receive a message belongs to, how much of it is cleared, what is sent again, and when a peer
-//! is dead.
+//! The policy half. It decides which receive a message belongs to, how much of it is cleared, what is sent again, and
+//! when a peer is dead.
 //!
 //! It is driven by the program's calls, the data half's [`Event`]s and the time, and answers with [`Command`]s and
 //! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for
@@ -34,11 +34,11 @@ use messages::{Incoming, Outgoings, Slab};
 use peers::{Incarnations, Peer};
 use timers::Timers;
 
-/// Commands that one call makes at most: a peer with full windows both ways is given up, its messages released and its
-/// buffers posted again, or a window of held messages is matched.
+/// Most commands that one call makes. The worst cases: a peer with full windows in both directions is given up, its
+/// messages are released and its buffers posted again; or a whole window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
-/// Commands beyond these with which a call still begins an operation: so a caller who has asked [`Policy::is_ready`]
-/// may begin several at once.
+/// A call still begins an operation if this many further commands wait: so a caller that has asked [`Policy::is_ready`]
+/// once may begin several operations.
 const SEVERAL: usize = 16;
 
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
@@ -51,7 +51,7 @@ pub struct Config {
     pub incarnation: u32,
     /// Key of the hash by which messages are matched. It must be random.
     pub hash_key: [u64; 4],
-    /// Bytes of memory that regions lie in.
+    /// Size in bytes of the memory in which regions lie.
     pub memory: u64,
     /// Peers.
     pub peers: u16,
@@ -59,14 +59,14 @@ pub struct Config {
     pub sends: u16,
     /// Posted receives.
     pub receives: u16,
-    /// Incoming messages, unexpected ones included. As many as peers may have unexpected messages: without room,
-    /// messages of other peers wait, too.
+    /// Most incoming messages, unexpected ones included. It should be large enough for the unexpected messages of all
+    /// peers: without room, messages of other peers have to wait, too.
     pub incoming: u16,
     /// Offset of the buffers for RTS packets.
     pub buffers: u64,
     /// Number of these buffers.
     pub buffer_count: u16,
-    /// Bytes of one of them.
+    /// Size of one such buffer in bytes.
     pub buffer_size: u16,
     /// Buffers that unexpected messages of one peer may fill. Of further messages only the RTS's fields are kept.
     pub buffers_per_peer: u16,
@@ -77,20 +77,22 @@ pub struct Config {
     /// Packets of a message that the data half may clear by itself, CTS by CTS, before it must ask: 0 if every CTS is
     /// the policy's, as in the paper.
     pub ahead: u32,
-    /// Packets that the NIC has buffers for: most packets that are cleared and have not come, over all messages.
+    /// Number of packets for which the NIC has buffers: the most packets, over all messages, that are cleared and have
+    /// not come.
     pub nic_buffers: u32,
-    /// Bytes of the program's memory that may be pinned for receiving: most bytes that are cleared and have not come.
+    /// Bytes of the program's memory that may be pinned for receiving: the most bytes that are cleared and have not
+    /// come.
     pub pinned: u64,
-    /// Data packets before the last cleared one that the RSM is sent: the paper's k (section 4.4), 0 to 127.
+    /// How many data packets before the last cleared one the RSM is sent: the paper's k (section 4.4), 0 to 127.
     pub early: u8,
     /// First time-out of an RTS, of an ACK, or of a CTS for 64 packets. It doubles up to 64 times as much.
     pub timeout: u64,
     /// How long a gap may be due to reordering.
     pub reordering: u64,
-    /// CTS, ACK or BYE without progress before a message or a farewell is given up.
+    /// How many CTS, ACK or BYE without progress are sent before a message or a farewell is given up.
     pub attempts: u8,
-    /// Silence of a peer with unfinished messages, or of one by which nothing is under way and whose place others may
-    /// need, after which it is asked whether it lives.
+    /// Time without a packet from a peer after which it is asked whether it lives: a peer with unfinished messages, or
+    /// an idle peer whose place other peers may need.
     pub keepalive: u64,
     /// Silence after which it is dead.
     pub dead: u64,
@@ -140,7 +142,7 @@ pub const MAX_AHEAD: u32 = 4096;
 pub enum SetupError {
     /// A frame must carry at least 128 bytes of packet.
     Packet,
-    /// A buffer must hold what an RTS carries.
+    /// A buffer is too small for the data that an RTS carries.
     BufferSize,
     /// There must be at least eight buffers.
     BufferCount,
@@ -179,11 +181,11 @@ pub enum Limit {
 pub enum Error {
     /// The peer did not answer for [`Config::dead`].
     PeerDead,
-    /// The peer has a new incarnation: it has forgotten our messages.
+    /// The peer has a new incarnation, so it has forgotten our messages.
     PeerRestarted,
     /// The peer was closed, by it or by us.
     PeerClosed,
-    /// The other side gave this message up.
+    /// The peer gave this message up.
     Aborted,
     /// The peer lives, but the message made no progress in [`Config::attempts`] tries.
     NoProgress,
@@ -221,7 +223,7 @@ pub struct Outgoing {
     pub tag: u64,
     /// Passed to the receiver unread.
     pub data: u64,
-    /// Where it lies. It must not change until its completion.
+    /// Where the message lies. Its bytes must not change until its completion.
     pub region: Region,
     /// The caller's name for it.
     pub token: u64,
@@ -244,10 +246,10 @@ pub struct Request {
     pub token: u64,
 }
 
-/// What is known of a message.
+/// Information on a delivered message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Delivered {
-    /// The other side.
+    /// The peer.
     pub peer: PeerId,
     /// Tag.
     pub tag: u64,
@@ -255,18 +257,19 @@ pub struct Delivered {
     pub data: u64,
     /// Bytes of the message.
     pub length: u64,
-    /// Bytes of it that were delivered: fewer if the receive was shorter. A sender is not told how many then: 0.
+    /// Bytes of the message that were delivered: fewer than its length if the receive was shorter. The sender does not
+    /// learn this number: there it is 0.
     pub placed: u64,
 }
 
-/// How a send or receive ended. Every one that was accepted ends in exactly one.
+/// The end of a send or receive. Each operation that was accepted gets exactly one completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Completion {
     /// The caller's name for it.
     pub token: u64,
     /// Send or receive.
     pub side: Side,
-    /// What came of it.
+    /// The operation's result.
     pub result: Result<Delivered, Error>,
 }
 
@@ -294,7 +297,7 @@ struct Receive {
     posted: Option<baton_matching::PostedId>,
     /// The peer that it waits for, if that is a certain one.
     source: Option<u16>,
-    /// The data half was asked to take it back: what it then ends with.
+    /// The data half was asked to take the receive back; it then ends with this error.
     cancelling: Option<Error>,
 }
 
@@ -316,12 +319,13 @@ pub struct Policy {
     /// Among the commands is the ACK of a message whose sender waits for it.
     awaited: bool,
     completions: VecDeque<Completion>,
-    /// Incoming messages that are not cleared for want of NIC buffers or pinned memory, in turn.
+    /// Incoming messages that wait for NIC buffers or pinned memory before they can be cleared, in the order of their
+    /// turns.
     waiting: VecDeque<u32>,
     /// Packets and bytes that are cleared and not known to have come.
     cleared_packets: u32,
     cleared_bytes: u64,
-    /// Buffers for RTS packets that neither the data half nor a message has, and those that the data half has.
+    /// Buffers for RTS packets that neither the data half nor a message uses, and buffers that the data half has.
     free_buffers: Vec<u16>,
     posted_buffers: Buffers,
     /// Peers and messages that a new data half does not have yet.
@@ -335,7 +339,7 @@ impl Policy {
     /// An endpoint without peers.
     ///
     /// # Errors
-    /// What is wrong with the settings.
+    /// A settings error.
     pub fn new(config: Config) -> Result<Policy, SetupError> {
         config.check()?;
         let (sends, incoming, receives) = (config.sends.into(), config.incoming.into(), usize::from(config.receives));
@@ -391,8 +395,8 @@ impl Policy {
         self.commands.len() <= MOST_COMMANDS
     }
 
-    /// The next command for the data half. After [`Policy::restart`] those come first that enter what there is in a new
-    /// data half.
+    /// The next command for the data half. After [`Policy::restart`], commands come first that enter all peers and
+    /// messages in the new data half.
     pub fn poll_command(&mut self) -> Option<Command> {
         if let Some(command) = self.poll_replay() {
             return Some(command);
@@ -411,8 +415,9 @@ impl Policy {
         self.poll_loan()
     }
 
-    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that
-    /// their RTS carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
+    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages whose RTS
+    /// carried all data. Meanwhile other commands may join them, and an RTS to the same peer may make the CLEANUPs
+    /// unnecessary.
     pub fn is_patient(&self) -> bool {
         !self.awaited && !self.commands.is_empty() && self.commands.can_wait()
     }
@@ -437,7 +442,7 @@ impl Policy {
         self.timers.next()
     }
 
-    /// Does what is due at `now`.
+    /// Does the work that is due at `now`.
     pub fn on_timeout(&mut self, now: u64) {
         self.consider_data(now);
         while self.is_ready()
@@ -454,7 +459,7 @@ impl Policy {
         }
     }
 
-    /// Handles what the data half reports. Call it only if [`Policy::is_ready`].
+    /// Handles an event of the data half. Call it only if [`Policy::is_ready`].
     pub fn handle_event(&mut self, event: &Event, now: u64, memory: &mut (impl Memory + ?Sized)) {
         match event {
             Event::Rts { from, header, rts, buffer, length } => {
@@ -506,8 +511,8 @@ impl Policy {
             }
             Kind::Bye => self.on_bye(peer, header, now),
             Kind::ByeAck => self.on_bye_ack(peer, now),
-            // `admit` has noted that the peer lives, which is all that a Pong says; the others come as events of their
-            // own.
+            // A Pong only says that the peer lives, which `admit` has noted; other kinds of packets come as events of
+            // their own.
             _ => {}
         }
     }

@@ -1,5 +1,6 @@
 //! Matching by the data half, as the policy sees it: it keeps all receives and unexpected messages itself, too, passes
-//! on what changes, and takes note of what the data half has matched. See `data/matching.rs` for why both sides agree.
+//! changes on to the data half, and takes note of the matches that the data half reports. See `data/matching.rs` for
+//! why both sides agree.
 //!
 //! | stage | who matches | begins with | ends with |
 //! |---|---|---|---|
@@ -10,7 +11,7 @@
 //! | Data | the data half | that | the data half has no room, or the sides differ |
 //! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation |
 //!
-//! The confirmation that ends `Leaving` also says that the data half places nothing more of messages that were refused.
+//! The confirmation that ends `Leaving` also says that the data half places no more data of messages that were refused.
 
 use super::messages::{Incoming, ReceiveState};
 use super::{Error, Policy, Receive};
@@ -30,7 +31,7 @@ const PLACES: usize = 32;
 /// Microseconds for which the policy matches at least, once the data half had no room.
 const REST: u64 = 100_000;
 
-/// Who matches: see the module's documentation.
+/// Which half matches: see the module's documentation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     Policy,
@@ -41,12 +42,12 @@ enum Stage {
     Leaving,
 }
 
-/// What the policy knows of a data half that can match.
+/// The policy's view of a data half that can match.
 pub(super) struct Offloaded {
     stage: Stage,
     /// While leaving: the data half has confirmed it.
     confirmed: bool,
-    /// What a new data half must get before it matches.
+    /// The commands that a new data half must get before it matches.
     told: VecDeque<Command>,
     /// Lent handles, and packets that it may clear by itself.
     places: usize,
@@ -58,7 +59,7 @@ pub(super) struct Offloaded {
 }
 
 impl Offloaded {
-    /// A data half that knows nothing yet, as there is nothing.
+    /// The initial state: there are no receives or messages, so the data half needs to know none.
     pub fn new() -> Offloaded {
         Offloaded {
             stage: Stage::Telling,
@@ -83,8 +84,8 @@ impl Policy {
         self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Data)
     }
 
-    /// Whether the data half may match. It may not while some peers' packets come by another data half, which does not
-    /// know what this one has matched.
+    /// Sets whether the data half may match. It must not while packets of some peers come by another data half, which
+    /// does not know which messages this one has matched.
     pub fn let_data_match(&mut self, permitted: bool) {
         let Some(offloaded) = &mut self.offloaded else { return };
         offloaded.permitted = permitted;
@@ -123,13 +124,13 @@ impl Policy {
         Command::Post { receive, source: source.map(|source| source as u16), context, tag, ignore, region }
     }
 
-    /// An unexpected message has a receive, was claimed, or has been given up.
+    /// Tells the data half that an unexpected message has got a receive, was claimed, or has been given up.
     pub(super) fn note_discard(&mut self, handle: u32) {
         self.pass_on(Command::Discard { handle });
     }
 
-    /// Asks the data half to take a posted receive back, which then ends with `error`. False if the policy decides
-    /// alone.
+    /// Asks the data half to take a posted receive back, which then ends with `error`. Returns false if the policy
+    /// decides alone.
     pub(super) fn cancel_in_data(&mut self, receive: u32, error: Error) -> bool {
         let Some(offloaded) = &self.offloaded else { return false };
         if matches!(offloaded.stage, Stage::Policy | Stage::Asked | Stage::Ready) {
@@ -165,7 +166,7 @@ impl Policy {
         posted.into_iter().for_each(|(_, receive)| self.end_cancelled(receive));
     }
 
-    /// Whether a data half has room for what is posted and unexpected, and finds it without a search.
+    /// Whether a data half has room for all posted receives and unexpected messages, and finds them without a search.
     fn fits_data(&self) -> bool {
         self.matching.posted() <= self.config.data_posted.into()
             && self.matching.unexpected() <= self.config.data_unexpected.into()
@@ -185,7 +186,7 @@ impl Policy {
         self.commands.push(Command::SetMatcher { matcher: Matcher::Policy });
     }
 
-    /// Lets the data half match again if it has room for all that there is, and as much again.
+    /// Lets the data half match again if it has room for twice as many receives and messages as there are.
     pub(super) fn consider_data(&mut self, now: u64) {
         let Some(offloaded) = &mut self.offloaded else { return };
         let until = *offloaded.rests_until.get_or_insert(now + REST);
@@ -206,7 +207,7 @@ impl Policy {
         }
     }
 
-    /// The data half has confirmed who matches.
+    /// Handles the data half's confirmation of which half matches.
     pub(super) fn on_matcher(&mut self, matcher: Matcher) {
         let Some(offloaded) = &mut self.offloaded else { return };
         match (offloaded.stage, matcher) {
@@ -219,8 +220,8 @@ impl Policy {
         }
     }
 
-    /// Lets the policy match once the data half has confirmed that it does not, and places nothing more of the messages
-    /// that were refused: their receives are here, and would be given to others or end.
+    /// Lets the policy match once the data half has confirmed that it does not match any more and places no more data
+    /// of refused messages: the policy has those messages' receives, and would give them to other messages or end them.
     pub(super) fn finish_leaving(&mut self) {
         let left = self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Leaving && offloaded.confirmed);
         let returning = |handle| self.incoming.get(handle).is_some_and(|message| message.state == ReceiveState::Returning);
@@ -232,7 +233,7 @@ impl Policy {
         self.set_stage(Stage::Policy);
     }
 
-    /// Takes back what a data half was lent that is dead, or matches no more.
+    /// Takes back the loan of a data half that is dead, or does not match any more.
     fn take_back(&mut self) {
         for slot in 0..self.incoming.slots() {
             if let Some(handle) = self.incoming.at(slot)
@@ -262,8 +263,8 @@ impl Policy {
         }
     }
 
-    /// Makes the list of what the data half must know. The commands given so far have been taken, or are no concern of
-    /// it.
+    /// Makes the list of commands that tell the data half what it must know. The commands given so far have been taken,
+    /// or do not concern it.
     fn begin_telling(&mut self) {
         let mut told = VecDeque::with_capacity(self.matching.unexpected() + self.matching.posted());
         for (Message { source, context, tag }, handle) in self.matching.unexpected_in_order() {
@@ -319,14 +320,15 @@ impl Policy {
         u64::from(self.lent().1) * u64::from(fragment(self.config.packet))
     }
 
-    /// The most that this may be: whole packets of half of what may be pinned, so that the policy can always clear one.
+    /// The most bytes that may be lent: whole packets in half of the memory that may be pinned, so that the policy can
+    /// always clear a packet itself.
     pub(super) fn most_lent(&self) -> u64 {
         let fragment = u64::from(fragment(self.config.packet));
         if self.offloaded.is_some() { self.config.pinned / 2 / fragment * fragment } else { 0 }
     }
 
-    /// Lends the data half what it needs to take up messages by itself: handles, and packets to clear, half of the
-    /// NIC's buffers and of what may be pinned.
+    /// Lends the data half what it needs to take up messages by itself: handles, and packets that it may clear, up to
+    /// half of the NIC's buffers and half of the memory that may be pinned.
     pub(super) fn poll_loan(&mut self) -> Option<Command> {
         let pinned = self.most_lent().min(self.config.pinned.saturating_sub(self.cleared_bytes));
         let pinned = u32::try_from(pinned / u64::from(fragment(self.config.packet))).unwrap_or(u32::MAX);
@@ -337,7 +339,7 @@ impl Policy {
             offloaded.credit += wanted;
             return Some(Command::Credit { packets: wanted });
         }
-        // What it takes up may all be unexpected.
+        // All messages that it takes up may be unexpected.
         let places = PLACES.min(self.incoming.slots() / 4).max(1);
         let unexpected = usize::from(self.config.data_unexpected).saturating_sub(self.matching.unexpected());
         if unexpected == 0 {
@@ -362,7 +364,7 @@ impl Policy {
         current && arrived.receive.is_none_or(waits)
     }
 
-    /// The data half has taken up a message.
+    /// Handles that the data half has taken up a message.
     pub(super) fn on_arrived(&mut self, arrived: &Arrived, now: u64, memory: &mut (impl Memory + ?Sized)) {
         let lent = self.incoming.get(arrived.handle).is_some_and(|message| message.state == ReceiveState::Lent);
         let Some(offloaded) = self.offloaded.as_mut().filter(|_| lent) else { return self.counters.drop(Drop::NoMessage) };
@@ -392,8 +394,8 @@ impl Policy {
         self.ask_for_early(at);
     }
 
-    /// A message came to a peer's association that has ended meanwhile. Its receive still waits here, so both sides
-    /// differ, and have to agree anew.
+    /// Refuses a message of a peer's association that has ended meanwhile. Its receive still waits in the policy, so
+    /// the two halves differ and have to agree anew.
     fn refuse_arrival(&mut self, arrived: &Arrived) {
         self.counters.drop(Drop::Stale);
         if arrived.receive.is_none() {
@@ -435,8 +437,8 @@ impl Policy {
         self.timers.set(timer, now + self.config.timeout);
     }
 
-    /// The data half keeps a message as unexpected. A receive that was posted before this was known here gets it on
-    /// both sides.
+    /// Handles that the data half keeps a message as unexpected. A receive that was posted before the policy knew of
+    /// the message gets it, in both halves.
     fn on_unexpected(&mut self, arrived: &Arrived, now: u64, memory: &mut (impl Memory + ?Sized)) {
         let (at, handle, rts) = (usize::from(arrived.peer), arrived.handle, &arrived.rts);
         let kept = self.peers[at].buffers < self.config.buffers_per_peer && self.free_to_keep();
@@ -466,13 +468,13 @@ impl Policy {
                     incoming.place = place;
                 }
             }
-            // There are as many places for unexpected messages as incoming ones.
+            // There are as many places for unexpected messages as for incoming ones.
             Err(_) => {}
         }
     }
 
-    /// Whether an RTS that the data half has reported is one that it has to match: it did not know its peer, or waits
-    /// for an earlier one. Then it is asked for again, at once or behind the earlier one.
+    /// Whether the data half has to match an RTS that it has passed on, because it did not know the peer or because an
+    /// earlier message has not come. Such an RTS is asked for again, at once or after the earlier message has come.
     pub(super) fn defer_rts(&mut self, at: usize, header: &Header, rts: &Rts) -> bool {
         let next = self.peers[at].next_match;
         let ahead = header.message.wrapping_sub(next);
@@ -487,7 +489,7 @@ impl Policy {
         true
     }
 
-    /// Asks again for the messages that came before one with a lower number, now that it is there.
+    /// Asks again for the messages that came too early, now that the message with the lower number has come.
     fn ask_for_early(&mut self, at: usize) {
         let mut number = self.peers[at].next_match;
         loop {

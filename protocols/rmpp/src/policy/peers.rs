@@ -13,8 +13,8 @@ use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, Kind};
 
-/// Peers that were forgotten last, whose addresses are kept: so many newcomers that were answered before that are still
-/// served.
+/// For this many peers that were forgotten last, the addresses are kept: a newcomer that was answered before as many
+/// peers were forgotten is still served.
 const FORGOTTEN: usize = 64;
 
 /// Our incarnations.
@@ -22,7 +22,7 @@ const FORGOTTEN: usize = 64;
 pub(super) struct Incarnations {
     /// The last one given out.
     latest: u32,
-    /// The one that unknown peers get in answer to a Hello.
+    /// The incarnation that unknown peers get in answer to a Hello.
     base: u32,
     /// The peers that were forgotten last, the oldest first, each with the `base` that there was until then.
     forgotten: VecDeque<(u32, (Endpoint, u16))>,
@@ -40,8 +40,8 @@ impl Incarnations {
         self.latest
     }
 
-    /// Notes that a peer is not known any more. The incarnation that unknown peers get changes, so that packets for the
-    /// old association are recognised.
+    /// Forgets a peer. The incarnation that unknown peers get changes, so that packets for the old association are
+    /// recognised.
     fn forget(&mut self, peer: (Endpoint, u16)) {
         if self.forgotten.len() == FORGOTTEN {
             self.forgotten.pop_front();
@@ -50,9 +50,10 @@ impl Incarnations {
         self.base = self.next();
     }
 
-    /// Whether an unknown peer may begin an association with one of them: that which unknown peers get, or one that
-    /// they got earlier, if the peer was not forgotten since, so that it has had none with that before. So newcomers
-    /// for which others are forgotten do not make those fail that were answered at the same time.
+    /// Whether an unknown peer may begin an association with this incarnation: the one that unknown peers get now, or
+    /// one that they got earlier. The peer must not have been forgotten since that one was current: then it has had no
+    /// association with it before. So when peers are forgotten to make room for newcomers, other newcomers that were
+    /// answered at the same time do not fail.
     fn allows(&self, incarnation: u32, peer: (Endpoint, u16)) -> bool {
         let since = self.forgotten.iter().position(|(base, _)| *base == incarnation);
         let since = since.or_else(|| (incarnation == self.base).then_some(self.forgotten.len()));
@@ -60,7 +61,7 @@ impl Incarnations {
     }
 }
 
-/// How far the association with a peer has come.
+/// The state of the association with a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) enum PeerState {
     /// The place in the table is free.
@@ -72,13 +73,13 @@ pub(super) enum PeerState {
     Greeting,
     /// Messages go both ways.
     Open,
-    /// The program has closed it: what it has sent is finished first, then a Bye is sent.
+    /// The program has closed it: its messages are finished first, and then a Bye is sent.
     Closing,
     /// It has ended; the data half has not released all of its messages.
     Failing,
 }
 
-/// Whether an idle peer is asked if it lives, since others may need its place.
+/// Whether an idle peer is asked if it lives, since other peers may need its place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Doubt {
     #[default]
@@ -97,10 +98,10 @@ pub(super) struct Peer {
     pub endpoint: u16,
     /// Our incarnation towards it.
     pub local: u32,
-    /// The latest incarnation of it that `local` is known to, 0 if none.
+    /// The peer's latest incarnation that knows `local`, 0 if none.
     pub remote: u32,
-    /// The peer's first incarnation that `local` was known to. Those in the half of the number space before it are not
-    /// believed: otherwise, after some forged ones, an old one that comes again would count as newer.
+    /// The peer's first incarnation that knew `local`. Incarnations in the half of the number space before this one are
+    /// not accepted: otherwise, after some forged ones, an old one that comes again would count as newer.
     oldest: u32,
     /// The incarnation whose association with `local` has ended, 0 if none.
     ended: u32,
@@ -109,7 +110,7 @@ pub(super) struct Peer {
     /// The program has closed it: its place becomes free.
     closed: bool,
     error: Error,
-    /// `local` is kept when the association ends: the next incarnation of the peer knows it.
+    /// `local` stays in use when the association ends, since the peer's next incarnation knows it.
     keep_local: bool,
     doubt: Doubt,
     /// When a packet of it last came to the policy, or something began.
@@ -122,7 +123,7 @@ pub(super) struct Peer {
     pub acknowledged: u64,
     /// Messages to it, by number modulo the window.
     pub sent: [u32; WINDOW as usize],
-    /// Messages to it that are not finished, and those of them without a number.
+    /// Number of messages to it that are not finished; and the first and the last of those without a number.
     pub sends: u32,
     pub first_waiting: u32,
     pub last_waiting: u32,
@@ -187,18 +188,18 @@ impl Peer {
         matches!(self.state, PeerState::Open | PeerState::Closing)
     }
 
-    /// Whether this incarnation of it is gone, as far as we know.
+    /// Whether this incarnation of the peer has ended, as far as we know.
     fn is_past(&self, incarnation: u32) -> bool {
         let older = self.remote != 0 && (before(incarnation, self.remote) || before(incarnation, self.oldest));
         older || incarnation == self.ended
     }
 
-    /// Whether a message of either direction is unfinished, or one is waited for.
+    /// Whether a message of either direction is unfinished, or a receive waits for one.
     pub fn is_busy(&self) -> bool {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
-    /// Whether it has an association that the program did not ask for and by which nothing is under way.
+    /// Whether the peer has an association that the program did not ask for and that has no unfinished messages.
     fn is_idle(&self) -> bool {
         self.state == PeerState::Open && !self.opened && !self.is_busy()
     }
@@ -216,7 +217,7 @@ impl Peer {
     }
 }
 
-/// Whether whoever sends this waits for an answer: all others answer something themselves.
+/// Whether the sender of such a packet waits for an answer. Packets of all other kinds are answers themselves.
 fn wants_answer(kind: Kind) -> bool {
     matches!(kind, Kind::Rts | Kind::End | Kind::Ping | Kind::Bye)
 }
@@ -236,7 +237,7 @@ impl Policy {
         Ok(PeerId(peer as u16))
     }
 
-    /// Undoes [`Policy::open`]: others may have the peer's place when it has no association, or does not live.
+    /// Undoes [`Policy::open`]: other peers may get this peer's place once it has no association, or is dead.
     pub fn disown(&mut self, peer: PeerId) {
         if let Some(peer) = self.peers.get_mut(usize::from(peer.0)) {
             peer.opened = false;
@@ -258,7 +259,8 @@ impl Policy {
                 self.farewell(at, now);
             }
             PeerState::Idle | PeerState::Greeting => self.fail(at, Error::PeerClosed, false, now),
-            // What has begun since it failed waits for the next association, which there will not be.
+            // Messages and receives that have begun since the association failed wait for the next association, which
+            // will not come.
             PeerState::Failing => self.fail_all_waiting(at, Error::PeerClosed),
             PeerState::Free | PeerState::Closing => {}
         }
@@ -270,8 +272,8 @@ impl Policy {
         Some((peer.address, peer.endpoint))
     }
 
-    /// Whether nothing may begin with a peer: there is none of this number, or the program has closed it. Then
-    /// everything of it goes when its association has ended, in whatever state it is until then.
+    /// Whether nothing new may begin with a peer: no peer has this number, or the program has closed the peer. A closed
+    /// peer's entry goes when its association has ended, whatever state it is in until then.
     pub(super) fn is_leaving(&self, at: usize) -> bool {
         self.peers.get(at).is_none_or(|peer| peer.state == PeerState::Free || peer.closed)
     }
@@ -281,9 +283,9 @@ impl Policy {
         self.addresses.len()
     }
 
-    /// Takes a place in the table, that of a peer which is not needed if there is no free one. When few are left, idle
-    /// peers are asked whether they live: one that has gone without a word would keep its place for ever. `local` is
-    /// the incarnation that the new peer may know already, whatever is forgotten for it.
+    /// Takes a place in the table: a free one, or that of a peer which is not needed. When few places are left, idle
+    /// peers are asked whether they live: a peer that has vanished without a Bye would keep its place for ever. `local`
+    /// is the incarnation that the new peer may know already; it is used even if a peer is forgotten to make room.
     fn enter_peer(&mut self, address: Endpoint, endpoint: u16, local: u32) -> Option<usize> {
         if 8 * (self.addresses.len() + 1) > 7 * self.peers.len() {
             for at in 0..self.peers.len() {
@@ -346,8 +348,8 @@ impl Policy {
         Ok(at)
     }
 
-    /// A packet of an incarnation that we believe to be gone. Whoever claimed to be a newer one may have lied: that is
-    /// asked for, and the true peer answers that it is not the one.
+    /// Handles a packet of an incarnation that counts as ended. The packet that claimed a newer incarnation may have
+    /// been forged. So the newer incarnation is asked for, and the true peer answers that it is another one.
     fn doubt(&mut self, at: usize, kind: Kind) {
         let peer = &self.peers[at];
         if peer.is_open() && wants_answer(kind) {
@@ -374,7 +376,7 @@ impl Policy {
     fn refuse_incarnation(&mut self, from: &Endpoint, header: &Header) {
         let reply = match header.kind {
             Kind::Rts | Kind::End | Kind::Ping => Kind::Reset,
-            // Whoever says goodbye twice missed the answer.
+            // A peer that sends its Bye again has missed the answer.
             Kind::Bye => Kind::ByeAck,
             _ => return,
         };
@@ -431,9 +433,9 @@ impl Policy {
         if !peer.is_open() || header.to != peer.local || header.packet != peer.remote {
             return Err(Drop::Stale);
         }
-        // A newer one than we believed in: the peer has restarted, and may know our incarnation already and have begun
-        // messages with it. If we took another one these would fail, and the peer would take another one in turn. If it
-        // is no newer one, somebody had claimed to be one.
+        // This is a newer incarnation than the one we knew: the peer has restarted, and may know our incarnation
+        // already and have begun messages with it. If we took a new incarnation these would fail, and the peer would
+        // take a new one in turn. If it is no newer one, the incarnation that we knew was forged.
         let restarted = header.from != peer.remote && !peer.is_past(header.from);
         self.fail(at, Error::PeerRestarted, restarted, now);
         Ok(())
@@ -522,7 +524,7 @@ impl Policy {
         self.timers.set(timer, now + keepalive);
     }
 
-    /// Says goodbye to a peer that is being closed, if nothing sent to it is unfinished.
+    /// Sends a Bye to a peer that is being closed, if all messages to it are finished.
     pub(super) fn farewell(&mut self, at: usize, now: u64) {
         let Peer { state, sends, floor, attempts, .. } = self.peers[at];
         if state == PeerState::Closing && sends == 0 {
@@ -549,7 +551,7 @@ impl Policy {
         let peer = &mut self.peers[at];
         (peer.state, peer.error, peer.keep_local) = (PeerState::Failing, error, keep_local);
         let (sent, received) = (peer.sent, peer.received);
-        // What was never sent can go to the peer's next incarnation.
+        // Messages that were never sent can go to the peer's next incarnation.
         if error != Error::PeerRestarted || self.peers[at].closed {
             self.fail_all_waiting(at, error);
         }
@@ -562,8 +564,8 @@ impl Policy {
         self.finish_failing(at, now);
     }
 
-    /// Fails what waits for an association with a peer: messages to it without a number, and receives that only it
-    /// could match.
+    /// Fails everything that waits for an association with a peer: messages to it without a number, and receives that
+    /// only its messages could match.
     fn fail_all_waiting(&mut self, at: usize, error: Error) {
         self.fail_waiting(at, error);
         self.fail_posted(at, error);
@@ -583,7 +585,8 @@ impl Policy {
         if self.peers[at].keep_local {
             self.peers[at].ended = self.peers[at].remote;
         } else {
-            // Whoever names the new incarnation is the peer that there is now, whatever another one claimed before.
+            // A packet that names our new incarnation comes from the present peer, whatever incarnation an earlier
+            // packet claimed.
             let local = self.incarnations.next();
             let peer = &mut self.peers[at];
             (peer.local, peer.remote, peer.ended) = (local, 0, 0);
@@ -623,7 +626,7 @@ impl Policy {
             match self.incoming.get(handle).map(|message| message.state) {
                 None => {}
                 Some(ReceiveState::Ended(_) | ReceiveState::Placed(_)) => self.forget(handle),
-                // The sender has given up what we have not finished.
+                // The sender has given up a message that we have not finished.
                 Some(_) => self.give_up_receive(handle, Error::Aborted),
             }
         }
@@ -640,8 +643,8 @@ impl Policy {
 mod tests {
     use super::*;
 
-    /// What a newcomer was told stays valid for a while, and not for a peer that has been forgotten since: its packets
-    /// are of the association that has ended.
+    /// The incarnation that a newcomer was told stays valid for a while, but not for a peer that has been forgotten
+    /// since: that peer's packets belong to the association that has ended.
     #[test]
     fn an_earlier_incarnation_is_for_those_who_were_not_forgotten() {
         let mut known = Incarnations::new(5);

@@ -1,4 +1,4 @@
-//! Messages that are received: how much is cleared, what was placed, and how they end.
+//! Messages that are being received: how much is cleared, how much was placed, and how they end.
 
 use super::messages::{Incoming, ReceiveState};
 use super::{Completion, Delivered, Error, PeerId, Policy, Side};
@@ -21,7 +21,7 @@ impl Policy {
         let longest = self.config.pinned - self.most_lent();
         let Some(message) = self.incoming.get_mut(handle) else { return };
         if u64::from(message.rts.fragment) > longest {
-            // No room will ever do, and others would wait behind it.
+            // There will never be enough room for this message, and others would wait behind it.
             return self.abort(handle, now);
         }
         let ahead = if message.packets <= LONGEST_ALONE { self.config.ahead } else { 0 };
@@ -32,7 +32,7 @@ impl Policy {
         if count == 0 {
             return;
         }
-        // Behind a full window nothing more is on its way.
+        // Packets that are cleared behind a full window do not raise the number in flight.
         let before = message.on_way();
         let full = room + before >= u32::from(MAX_CLEARED) && ahead > 0;
         let count = count.min(if full { count } else { room }).min(pinned);
@@ -164,7 +164,7 @@ impl Policy {
         }
     }
 
-    /// Sends the ACK of a message that has ended, and again until the CLEANUP comes.
+    /// Sends the ACK of a message that has ended, and repeats it until the CLEANUP comes.
     pub(super) fn acknowledge(&mut self, handle: u32, now: u64) {
         let Some(Incoming { peer, number, rts, first, state: ReceiveState::Ended(status), attempts, .. }) =
             self.incoming.get(handle).copied()
@@ -255,7 +255,7 @@ impl Policy {
         }
     }
 
-    /// Gives up a message: its receive fails, at once or when the data half does not place anything any more.
+    /// Gives up a message: its receive fails, at once or when the data half places no more data of it.
     pub(super) fn give_up_receive(&mut self, handle: u32, error: Error) {
         let Some(message) = self.incoming.get_mut(handle) else { return };
         let at = usize::from(message.peer);

@@ -1,4 +1,4 @@
-//! A new data half in place of one that died. The policy knows what was acknowledged: nothing is lost, nothing
+//! A new data half replaces one that died. The policy knows which messages were acknowledged, so no message is lost or
 //! delivered twice.
 
 use super::Policy;
@@ -7,7 +7,7 @@ use crate::data::Halves;
 use crate::interface::{Command, Half};
 use baton_wire::rmpp::MAX_CLEARED;
 
-/// What a new data half has not received yet, by the next slot of each table; None when it has all.
+/// What a new data half has not been told yet: the next slot of each table; None when the table is done.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Replay {
     pub(super) peers: Option<usize>,
@@ -17,8 +17,8 @@ pub(super) struct Replay {
 
 impl Policy {
     /// Notes that the halves given have died, and new ones without state have taken their place. The caller has dropped
-    /// what they had reported, and their memory accesses have ended. The next commands enter peers and messages again:
-    /// messages go on from what is known to have been placed.
+    /// the events that they had reported, and their memory accesses have ended. The next commands enter peers and
+    /// messages again: messages go on from what is known to have been placed.
     pub fn restart(&mut self, dead: Halves, now: u64) {
         let died = |half: Half| if half == Half::Receiving { dead.receiving } else { dead.sending };
         self.commands.retain(|command| command.half().is_none_or(|half| !died(half)));
@@ -37,7 +37,7 @@ impl Policy {
         if dead.receiving {
             self.restart_matching();
         }
-        // What the dead were asked to release is released.
+        // Messages that the dead halves were asked to release count as released.
         for slot in 0..self.incoming.slots() {
             if let Some(handle) = self.incoming.at(slot).filter(|_| dead.receiving) {
                 self.on_released(handle, Half::Receiving, now);

@@ -65,7 +65,7 @@ impl Policy {
     /// Has the data half send a message.
     pub(super) fn push_send(&mut self, handle: u32) {
         let Some(command) = self.send_command(handle) else { return };
-        // The RTS carries the floor, which says the same as the CLEANUPs to its receiver that have not left.
+        // The RTS carries the floor, so CLEANUPs to the same receiver that have not left are unnecessary.
         if let Some(message) = self.outgoing.get(handle).filter(|_| self.is_patient()) {
             self.commands.drop_cleanups(self.peers[usize::from(message.outgoing.peer.0)].address);
         }
@@ -126,7 +126,7 @@ impl Policy {
                 self.release(at, handle, Half::Sending);
             }
             Some(status @ (Status::Delivered | Status::Truncated)) => {
-                // The receiver has all that it wants, so the data half has nothing to read any more.
+                // The receiver has all bytes that it wants, so the data half need not read the message any more.
                 self.commands.push(Command::Release { handle, half: Half::Sending, confirm: false });
                 self.complete_send(handle, Ok(status), now);
             }
@@ -158,8 +158,8 @@ impl Policy {
         }
     }
 
-    /// Nothing has come for a message: its RTS is sent again if the data half has seen no CTS, its END if all of it was
-    /// sent.
+    /// No packet has come for a message in time: its RTS is sent again if the data half has seen no CTS, its END if all
+    /// of it was sent.
     pub(super) fn send_timeout(&mut self, slot: usize, now: u64) {
         let Some(handle) = self.outgoing.at(slot) else { return };
         let Some(message) = self.outgoing.get_mut(handle).filter(|message| message.state == SendState::Sent) else { return };
@@ -191,7 +191,7 @@ impl Policy {
     }
 
     /// Takes back a message that waits for its peer's welcome, or for a number in the window: it completes with
-    /// [`Error::Cancelled`]. False if there is none by this token: others are on their way.
+    /// [`Error::Cancelled`]. Returns false if no waiting message has this token: the message has been sent.
     pub fn cancel_send(&mut self, token: u64, now: u64) -> bool {
         let waiting = |message: &&Outgoings| message.outgoing.token == token && message.state == SendState::Waiting;
         let found = (0..self.outgoing.slots())

@@ -15,7 +15,7 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    /// Timers numbered below `count`, none of which runs.
+    /// Timers with the numbers below `count`; none of them runs yet.
     pub fn new(count: usize) -> Timers {
         Timers { heap: Vec::with_capacity(count), places: alloc::vec![OUT; count].into() }
     }
