@@ -30,7 +30,7 @@ const DUPLICATES: u32 = 2;
 /// Largest payload of a segment that is delivered to the kernel again.
 const PIECE: usize = 1400;
 
-/// Number of entries that are examined in the search for one that can be freed.
+/// Most entries that are examined in the search for an entry that can be freed.
 const CANDIDATES: usize = 8;
 
 /// Segments with any of these flags are left to the kernel to acknowledge.
@@ -68,8 +68,8 @@ pub struct ActiveAck<S> {
 }
 
 impl<S: Store> ActiveAck<S> {
-    /// Makes it over memory in which it may use the buffers `buffers`, and takes over what an earlier NIC has left
-    /// there.
+    /// Makes it over `store`, in which it may use the buffers with the numbers `buffers`, and takes over data that an
+    /// earlier NIC has left in them.
     pub fn new(store: S, buffers: &[usize], hash_key: [u64; 4], on: bool, now: u64) -> ActiveAck<S> {
         let count = store.buffers();
         let mut active = ActiveAck {
@@ -140,7 +140,8 @@ impl<S: Store> ActiveAck<S> {
         at
     }
 
-    /// Frees an entry that holds nothing; rather one that is not established, of which a flood of SYNs makes many.
+    /// Frees an entry that holds no data; preferably one that is not established, since a flood of SYNs makes many of
+    /// these.
     fn reclaim(&mut self) {
         let mut free = None;
         for _ in 0..CANDIDATES {
@@ -232,7 +233,7 @@ impl<S: Store> ActiveAck<S> {
         frame.checksum != Checksum::Unknown || parsed.checksum_holds(frame.bytes())
     }
 
-    /// Notes the peer's SYN-ACK. What it says is final with the kernel's next segment.
+    /// Notes the peer's SYN-ACK. Its options are final once the kernel's next segment has come.
     fn peers_handshake(&mut self, at: u32, parsed: &TcpFrame, frame: &Frame) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         if entry.synchronized || parsed.ack != entry.snd_nxt {
@@ -337,8 +338,8 @@ impl<S: Store> ActiveAck<S> {
         self.schedule(at);
     }
 
-    /// Notes the kernel's SYN or SYN-ACK. A repeated one changes no more than the timestamp: the kernel repeats its
-    /// SYN-ACK while its accept queue is full, and for late SYNs.
+    /// Notes the kernel's SYN or SYN-ACK. A repeated one changes only the timestamp: the kernel repeats its SYN-ACK
+    /// while its accept queue is full, and for late SYNs.
     fn kernels_handshake(&mut self, flow: baton_wire::Flow, parsed: &TcpFrame, frame: &Frame) {
         let key = FlowKey::from(&flow);
         let answers = parsed.flags.contains(Flags::ACK);
@@ -352,7 +353,7 @@ impl<S: Store> ActiveAck<S> {
             }
             return;
         }
-        // The SYN of a connection that the kernel makes says nothing yet of what both ends will use.
+        // The SYN of a connection that the kernel opens does not tell yet which options both ends will use.
         if answers && has_other_options(frame.bytes(), parsed) {
             known.into_iter().for_each(|at| self.forget(at));
             return;
@@ -368,7 +369,7 @@ impl<S: Store> ActiveAck<S> {
         entry.peer.ack = entry.snd_nxt;
         entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
         if answers {
-            // It has the options that the SYN had (RFC 7323 section 2.2 and 3.2), and its window is not scaled.
+            // A SYN-ACK has the options that the SYN had (RFC 7323 section 2.2 and 3.2), and its window is not scaled.
             entry.peer_scales = Some(parsed.options.window_scale.is_some());
             (entry.una, entry.next, entry.acked, entry.synchronized) = (parsed.ack, parsed.ack, parsed.ack, true);
             entry.rcv_adv = parsed.ack.wrapping_add(u32::from(parsed.window));
@@ -422,7 +423,7 @@ impl<S: Store> ActiveAck<S> {
         self.wheel.next_expiry()
     }
 
-    /// Does what is due: sends acknowledgements to the wire, and data to the kernel again.
+    /// Does the work that is due: sends acknowledgements to the wire, and delivers data to the kernel again.
     pub fn expire(&mut self, now: u64, to_wire: &mut impl FnMut(&mut Frame), to_kernel: &mut impl FnMut(&mut Frame)) {
         let mut expired = mem::take(&mut self.expired);
         while let Some(tick) = self.wheel.expire(now, &mut expired) {
@@ -482,7 +483,8 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
     }
     if let Some((value, echo)) = parsed.options.timestamps {
         entry.ts_value = Some(value);
-        // The echo is the kernel's TS.Recent; the NIC's own is newer only by what the kernel does not have.
+        // The echo is the kernel's TS.Recent; the NIC's own value is newer only through data that the kernel does not
+        // have.
         if !entry.holds() || before(entry.ts_recent, echo) {
             entry.ts_recent = echo;
         }
@@ -491,9 +493,9 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
     released
 }
 
-/// Whether a segment has options other than those of RFC 9293, RFC 7323 and RFC 2018: signatures (RFC 2385, RFC 5925),
-/// without which the ends refuse a segment, or mappings (RFC 8684), without which they cannot use its data. The NIC's
-/// own segments have none of them.
+/// Whether a segment has options other than those of RFC 9293, RFC 7323 and RFC 2018. The NIC's own segments cannot
+/// carry them: signatures (RFC 2385, RFC 5925), without which the ends refuse a segment, or mappings (RFC 8684),
+/// without which they cannot use its data.
 fn has_other_options(bytes: &[u8], parsed: &TcpFrame) -> bool {
     let mut area = &bytes[parsed.tcp_offset + TCP..parsed.payload_offset];
     loop {
@@ -523,7 +525,7 @@ fn link_of(bytes: &[u8]) -> Link {
 /// Writes a segment into `frame`, with a partial checksum; `fill` writes its payload.
 fn emit(frame: &mut Frame, template: &Template, header: &Header<'_>, fill: impl FnOnce(&mut [u8]), payload: usize) {
     if frame.capacity() < MAX_HEADER + payload {
-        // A device may have exchanged the frame for one of its own.
+        // A device may have exchanged the frame for another of its frames.
         *frame = Frame::with_capacity(MAX_HEADER + PIECE);
     }
     frame.set_length(MAX_HEADER + payload);

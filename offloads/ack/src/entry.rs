@@ -25,7 +25,7 @@ pub struct AckEntry {
     pub(crate) key: FlowKey,
     /// Link addresses, TTL and class of the kernel's frames, taken from one of them.
     pub(crate) link: Link,
-    /// The kernel's initial sequence number, which tells a repeated SYN or SYN-ACK from that of another connection.
+    /// The kernel's initial sequence number, which tells a repeated SYN or SYN-ACK from one of another connection.
     pub(crate) iss: u32,
     /// Window scale that the kernel offered, and whether the peer offered one; None until it is known.
     pub(crate) our_scale: Option<Option<u8>>,
@@ -106,7 +106,8 @@ impl AckEntry {
 
     /// Whether the kernel will accept a segment of the peer's (RFC 9293 section 3.10.7.4, RFC 7323 section 5.3, RFC
     /// 5961 section 5): it is in the window, its timestamp is not old, and it acknowledges what the kernel has sent,
-    /// and not less than before. What it says may be used only then: anybody can send segments with this 4-tuple.
+    /// and not less than before. The segment's content may be used only then, since any host can send segments with
+    /// this 4-tuple.
     pub(crate) fn accepts(&self, parsed: &TcpFrame) -> bool {
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32);
         let in_window = !before(self.rcv_adv, parsed.seq) && !before(end, self.una);
@@ -118,7 +119,8 @@ impl AckEntry {
         self.synchronized && in_window && acknowledges && !old
     }
 
-    /// Notes what an acceptable segment of the peer's says. When the window is taken: RFC 9293 section 3.10.7.4.
+    /// Notes the content of an acceptable segment of the peer's. RFC 9293 section 3.10.7.4 says when the window is
+    /// taken from it.
     pub(crate) fn note_peer(&mut self, parsed: &TcpFrame) {
         let peer = &mut self.peer;
         let same_but_wider = parsed.seq == peer.window_seq && parsed.window > peer.window;

@@ -1,6 +1,6 @@
 //! Active acknowledgements (Li, Chen and Su, "Implementation of TCP Large Receive Offload on Multi-core NPU Platform",
-//! section V.C): the NIC acknowledges data of the kernel's connections when it has it, so that the sender goes on while
-//! large receive still waits for more.
+//! section V.C): the NIC acknowledges data of the kernel's connections as soon as it has received it, so that the
+//! sender goes on while large receive still waits for more.
 //!
 //! The paper's NIC acknowledges data that it may still lose, and advertises a window that no receiver has granted. Here
 //! - acknowledged data stays in memory that survives the NIC until the kernel has acknowledged it itself; to a kernel

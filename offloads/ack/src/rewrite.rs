@@ -55,7 +55,7 @@ fn filter_sack(mut area: &mut [u8], low: u32, high: u32) {
     }
 }
 
-/// Rewrites one SACK option for [`filter_sack`]; what remains of its room is filled with NOPs.
+/// Rewrites one SACK option for [`filter_sack`], and fills the rest of its room with NOPs.
 fn keep_blocks(option: &mut [u8], low: u32, high: u32) {
     let four = |bytes: &[u8]| u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
     let mut kept = 2;

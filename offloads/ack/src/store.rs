@@ -92,7 +92,7 @@ pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
     store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
 
-/// Reads what an earlier NIC has left in a buffer, if it is data that the kernel has not acknowledged.
+/// Reads the entry that an earlier NIC has left in a buffer, if it holds data that the kernel has not acknowledged.
 pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     let word = |at: usize| {
         let mut bytes = [0; 8];
@@ -122,11 +122,12 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
         window_seq: una,
     };
     entry.ts_recent = four(8);
-    // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next
-    // segment.
+    // The peer may have got an acknowledgement of all of this data. The right edge of the window comes with the
+    // kernel's next segment.
     (entry.una, entry.next, entry.acked, entry.rcv_adv) = (una, next, next, next);
     (entry.synchronized, entry.established) = (true, true);
-    // At most what the kernel has sent, and close to it; its next segment gives the true number.
+    // These numbers are at most what the kernel has sent, and close to it; the kernel's next segment gives the true
+    // number.
     (entry.iss, entry.snd_nxt) = (four(16), four(20));
     (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));
     Some(entry)

@@ -1,6 +1,6 @@
-//! A listener whose accept queue is full, SYNs that come late, and somebody who sends segments with the connection's
-//! 4-tuple without knowing its numbers: what was acknowledged to the peer reaches the program, and the blind segments
-//! change nothing at all.
+//! A listener whose accept queue is full, SYNs that come late, and an attacker who sends segments with the connection's
+//! 4-tuple without knowing its numbers: data that was acknowledged to the peer reaches the program, and the blind
+//! segments change nothing at all.
 
 mod common;
 
@@ -56,7 +56,7 @@ impl Kernel {
         (Segment { seq: KERNELS_START, ack, flags, window: 60_000, options, ..Segment::default() }, 0)
     }
 
-    /// What it answers to a segment.
+    /// The kernel's answer to a segment.
     fn receive(&mut self, parsed: &TcpFrame, payload: &[u8]) -> Option<(Segment, usize)> {
         if !self.established {
             if parsed.flags.contains(Flags::SYN) {
@@ -94,7 +94,7 @@ impl Kernel {
     }
 }
 
-/// Two NICs that are to do the same. Only the first one sees the blind segments.
+/// Two NICs that have to behave the same. Only the first one sees the blind segments.
 struct Nics {
     nics: [ActiveAck<Memory>; 2],
     now: u64,
@@ -199,7 +199,7 @@ impl World {
         self.to_kernel.extend(again);
     }
 
-    /// Lets frames travel until none is on the way; of those to the kernel, the share `lost` of 256 is lost.
+    /// Lets frames travel until none is in flight. Of the frames to the kernel, `lost` of 256 are lost.
     fn travel(&mut self, lost: u32) {
         for _ in 0..10_000 {
             if let Some(frame) = self.to_kernel.pop_front() {
@@ -279,7 +279,7 @@ impl World {
         }
     }
 
-    /// A segment of somebody who does not know the numbers: at least one of them is wrong, or the timestamp is old.
+    /// A segment of an attacker who does not know the numbers: at least one of them is wrong, or the timestamp is old.
     fn blind(&mut self) {
         let wild = |world: &mut World, from: u32| from.wrapping_add(1 << 20).wrapping_add(world.below(u32::MAX - (1 << 21)));
         let wrong = 1 + self.below(3);
@@ -386,7 +386,8 @@ fn nothing_is_acknowledged_for_a_full_accept_queue() {
     assert_eq!((world.kernel.rcv_nxt, world.una), (world.nxt, world.nxt));
 }
 
-/// A kernel without memory refuses what it is given, and says so each time: its duplicates do not make a storm.
+/// A kernel without memory refuses each segment that it gets with a duplicate acknowledgement: these duplicates do not
+/// cause a storm of deliveries.
 #[test]
 fn refused_data_is_not_delivered_again_for_each_duplicate() {
     let mut world = World::new(1, 60_000);
@@ -399,7 +400,7 @@ fn refused_data_is_not_delivered_again_for_each_duplicate() {
     for _ in 0..100 {
         let said = world.kernel.say(0);
         world.from_kernel(said);
-        // None of what it is given is kept.
+        // The kernel keeps none of the segments that it gets.
         world.to_kernel.clear();
     }
     assert!((1..=20).contains(&again(&world)), "{} segments", again(&world));

@@ -33,7 +33,7 @@ struct World {
     nxt: u32,
     may: u32,
     quiet_since: u64,
-    /// What arrived at the peer: newest timestamp, number of acknowledgements, segments sent again.
+    /// Seen at the peer: the newest timestamp, the number of acknowledgements, and of segments sent again.
     newest_value: u32,
     acks: u32,
     sent_again: u32,
@@ -92,7 +92,7 @@ impl World {
         self.random % limit
     }
 
-    /// A frame from the peer, by way of the NIC to the kernel, which may refuse it.
+    /// Sends a frame from the peer through the NIC to the kernel, which may refuse it.
     fn wire(&mut self, mut frame: Frame, data: bool) {
         let mut acks = Vec::new();
         self.active.from_wire(&frame, self.now, &mut |ack| acks.push(ack.clone()));
@@ -272,8 +272,8 @@ proptest! {
     }
 }
 
-/// A kernel that gets nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's
-/// edge, not beyond, and sends nothing again.
+/// The kernel gets nothing for a long time, as when an aggregate waits: the sender goes on up to the window's edge, not
+/// beyond, and sends nothing again.
 #[test]
 fn the_sender_goes_on_while_the_kernel_waits() {
     let mut world = World::new(1, 77, 4, 30_000, 256, false);
@@ -361,7 +361,7 @@ fn places_are_used_again() {
     }
 }
 
-/// The next NIC delivers what the last one has acknowledged to the kernel, and then goes on.
+/// The next NIC delivers the data that the last one has acknowledged to the kernel, and then goes on.
 #[test]
 fn the_next_nic_goes_on() {
     let mut world = World::new(0xf000_0001, 77, 4, 30_000, 256, false);

@@ -10,7 +10,8 @@ pub struct CopySettings {
     /// Bytes that a queue sends in its turn. At least the length of the largest frame, so that each turn is one frame
     /// or more.
     pub turn: usize,
-    /// Number of SYNs sent in a row while other frames wait, so that no flood of SYNs stops the other frames.
+    /// Most SYNs that are sent in a row while other frames wait, so that a flood of SYNs does not stop the other
+    /// frames.
     pub set_ups: usize,
     /// Number of frames that a queue has room for.
     pub room: usize,
@@ -66,7 +67,7 @@ impl<T> Queue<T> {
         self.first.len() + self.rest.len()
     }
 
-    /// Whether a frame goes before `rest`. No frame overtakes a waiting one of its own connection.
+    /// Whether a frame goes before the frames in `rest`. No frame overtakes a waiting frame of its own connection.
     fn goes_first(&self, kind: Kind) -> bool {
         if kind.sets_up {
             !self.connections.contains(&kind.connection)

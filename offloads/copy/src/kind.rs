@@ -8,7 +8,7 @@ pub struct Kind {
     /// The frame is a TCP segment with SYN set.
     pub sets_up: bool,
     /// A hash of the 4-tuple: the same for all segments of one direction of a connection, and almost always different
-    /// for others; 0 for a frame that is not TCP.
+    /// for other connections; 0 for a frame that is not TCP.
     pub connection: u32,
 }
 

@@ -1,4 +1,5 @@
-//! Every frame comes out once, none before an earlier one of its connection, and every queue gets its turn.
+//! Every frame comes out once, no frame comes out before an earlier one of its connection, and every queue gets its
+//! turn.
 
 use baton_copy::{CopySettings, Engine, Kind};
 use proptest::prelude::*;

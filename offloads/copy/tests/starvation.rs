@@ -18,8 +18,8 @@ const SEGMENT: usize = 1514;
 const SYN: usize = 74;
 /// Largest number of segments in flight: the 64 KB of a window without scale.
 const WINDOW: u32 = 45;
-/// Time-out of a SYN, doubled each time; and when a client gives up (the paper's clients did; Linux's do after seven
-/// SYNs).
+/// Time-out of a SYN, doubled each time; and the time after which a client gives up (as the paper's clients did;
+/// Linux's do after seven SYNs).
 const TIMEOUT: u64 = 1_000_000;
 const PATIENCE: u64 = 10_000_000;
 /// Number of requests that the engine holds.

@@ -10,7 +10,7 @@ use alloc::sync::Arc;
 use baton_wire::frame::PROTOCOL_TCP;
 use core::sync::atomic::AtomicU64;
 
-/// What is to be done with a frame.
+/// What the caller has to do with a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// It passes.
@@ -40,10 +40,10 @@ impl Filter {
         &self.table
     }
 
-    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds. The verdict is
-    /// only [`Verdict::Later`] if the frame `can_wait`.
+    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds. The verdict can
+    /// be [`Verdict::Later`] only if the frame `can_wait`.
     ///
-    /// A later fragment shares the verdict of its datagram's first one; without that it is dropped.
+    /// A later fragment gets the verdict of its datagram's first fragment; if that is not known, it is dropped.
     pub fn judge(
         &self,
         words: &[AtomicU64],
@@ -90,7 +90,7 @@ impl Filter {
         verdict
     }
 
-    /// Counts a frame for the rule that decides, and does what that says.
+    /// Counts a frame for the rule that decides, and applies the rule's action.
     #[inline]
     fn apply(
         &self,

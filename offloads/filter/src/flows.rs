@@ -1,14 +1,13 @@
-//! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each have been accepted, and which
-//! rule decided last.
+//! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each flow have been accepted, and
+//! which rule decided last.
 //!
-//! A flow of TCP lasts as long as this host keeps sending: what comes from the wire anybody may have sent, so it
-//! neither keeps a flow nor ends one by an RST. It ends soon after FINs in both directions, or an RST of this host,
-//! unless this host goes on.
+//! A flow of TCP lasts as long as this host keeps sending. Frames from the wire may come from any host, so they neither
+//! keep a flow alive nor end it by an RST. It ends soon after FINs in both directions, or an RST of this host, unless
+//! this host goes on.
 //!
 //! A flow is found by a keyed hash of 64 bits of its addresses, protocol and ports. The hash stands for the flow: two
-//! flows with the same one are taken for one, which happens once in 2^45 new flows when the table is full, and which
-//! nobody who does not know the key can bring about. An entry is four words, written and read one at a time by any
-//! worker:
+//! flows with the same hash are taken for one. With a full table that happens once in 2^45 new flows, and an attacker
+//! who does not know the key cannot provoke it. An entry is four words, written and read one at a time by any worker:
 //!
 //! | word | |
 //! |---|---|
@@ -29,7 +28,8 @@ const WAYS: usize = 8;
 /// Seconds after which a flow of UDP, or of TCP, that nothing has been seen of is forgotten.
 const UDP_IDLE: u32 = 180;
 const TCP_IDLE: u32 = 3 * 3600;
-/// The same after FINs in both directions (TIME-WAIT lasts 60 s), and after an RST of this host.
+/// Idle time after which a flow ends once FINs have passed in both directions (TIME-WAIT lasts 60 s), and after an RST
+/// of this host.
 const CLOSED_IDLE: u32 = 120;
 const RESET_IDLE: u32 = 10;
 const SEEN: u64 = 3;
@@ -40,7 +40,7 @@ const RESET: u64 = 1 << 5;
 const SECONDS_AT: u32 = 6;
 const SECONDS_MASK: u64 = (1 << 26) - 1;
 
-/// What kind of flow.
+/// The kind of a flow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     Tcp,
@@ -123,7 +123,8 @@ impl Flows<'_> {
         self.word(found.at, 2 + direction as usize).store(word, Ordering::Relaxed);
     }
 
-    /// Notes that a frame has been accepted. One that opens is the first of a new flow, whatever was there before.
+    /// Notes that a frame has been accepted. An opening segment is the first of a new flow, even if an entry with its
+    /// hash exists.
     #[inline]
     pub fn accepted(&self, hash: u64, found: Option<Found>, direction: Direction, step: Step, kind: Kind, second: u32) -> Found {
         let now = (u64::from(second) & SECONDS_MASK) << SECONDS_AT;

@@ -1,10 +1,10 @@
-//! A filter for the frames that a NIC receives and sends: rules with nftables-like matches, of which the first that
-//! matches decides.
+//! A filter for the frames that a NIC receives and sends: rules with nftables-like matches. The first rule that matches
+//! decides.
 //!
 //! [`Rule`]s are parsed from text, and compiled into a [`Table`], which finds the rule of a packet in a time that does
-//! not grow with the number of rules. A [`Filter`] applies a table to frames. What outlives a table (counters, token
-//! buckets, flows) is in [`words`] of the caller's memory, which several workers may share. Time is an argument, in
-//! microseconds.
+//! not grow with the number of rules. A [`Filter`] applies a table to frames. State that outlives a table (counters,
+//! token buckets, flows) is in [`words`] of the caller's memory, which several workers may share. Time is an argument,
+//! in microseconds.
 #![no_std]
 #![forbid(unsafe_code)]
 

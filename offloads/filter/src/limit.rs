@@ -2,16 +2,16 @@
 //!
 //! The word holds the time at which the bucket is full again (the theoretical arrival time of the generic cell rate
 //! algorithm, ITU-T I.371), in nanoseconds. A frame passes if the bucket holds any tokens at all, and takes as many as
-//! it has bytes: a frame that is larger than the burst passes, too, and those after it wait longer. So in any time t at
-//! most rate · t + burst + one frame pass.
+//! it has bytes: so a frame that is larger than the burst passes, too, and later frames wait longer. So in any time t
+//! at most rate · t + burst + one frame pass.
 //!
 //! Without tokens a frame waits until there are some, if no more than another burst waits already; else it is dropped.
-//! So TCP finds a queue, as at a slow link, and not a wall at which it loses whole windows.
+//! So the limit looks to TCP like the queue of a slow link, and TCP does not lose whole windows.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// What a limit counts.
+/// The unit in which a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Unit {
     /// Bytes of frames, Ethernet header included.
@@ -23,11 +23,12 @@ pub enum Unit {
 /// A rate limit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Limit {
-    /// What is counted.
+    /// The unit in which the limit counts.
     pub unit: Unit,
     /// Bytes or packets per second; not 0.
     pub rate: u64,
-    /// Bytes or packets that may pass at once after a pause; not less than come in a nanosecond.
+    /// Bytes or packets that may pass at once after a pause; at least the number for which one nanosecond yields
+    /// tokens.
     pub burst: u64,
 }
 
@@ -38,18 +39,18 @@ pub(crate) const MOST: u64 = 1 << 40;
 const SECOND: u64 = 1_000_000_000;
 
 impl Limit {
-    /// Least burst for a rate: what comes in a nanosecond, the smallest time that a bucket knows.
+    /// Least burst for a rate: the tokens of one nanosecond, which is the bucket's unit of time.
     pub(crate) fn least_burst(rate: u64) -> u64 {
         rate.div_ceil(SECOND).max(1)
     }
 
-    /// Nanoseconds in which `amount` tokens come.
+    /// Nanoseconds in which the rate yields `amount` tokens.
     fn nanos(&self, amount: u64) -> u64 {
         (u128::from(amount) * u128::from(SECOND) / u128::from(self.rate.max(1))).min(1 << 60) as u64
     }
 
-    /// When a frame that comes at `now` passes, both in microseconds: now, or later if it `can_wait`. It takes its
-    /// tokens. None if it is over the limit.
+    /// The time at which a frame that comes at `now` passes, both in microseconds: `now`, or later if it `can_wait`.
+    /// Takes the frame's tokens. None if the frame exceeds the limit.
     pub fn admit(&self, bucket: &AtomicU64, packets: u64, bytes: u64, now: u64, can_wait: bool) -> Option<u64> {
         let amount = if self.unit == Unit::Bytes { bytes } else { packets };
         let (nanos, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst).max(1));
@@ -108,7 +109,7 @@ mod tests {
         }
     }
 
-    /// A bucket that is never full for a nanosecond still lets frames pass, one after the other.
+    /// A bucket with the smallest burst still lets frames pass, one after the other.
     #[test]
     fn the_smallest_burst_lets_frames_pass() {
         for (unit, rate) in [(Unit::Bytes, 1_250_000_000), (Unit::Bytes, MOST), (Unit::Packets, MOST), (Unit::Packets, 3)] {
@@ -129,7 +130,7 @@ mod tests {
         assert_eq!((0..50).filter(|_| admits(1, 1)).count(), 10);
         // Part of a token: one frame passes, and the next waits until that is paid back.
         assert!(admits(1, 9_000) && !admits(1, 10_000));
-        // A frame that stands for 40 takes the tokens of 40.
+        // A frame that stands for 40 frames takes the tokens of 40.
         assert!(admits(40, 10_002));
         assert!(!admits(1, 410_000) && admits(1, 410_002));
     }

@@ -1,4 +1,5 @@
-//! What of a frame rules can match. Every number in it comes from outside: lengths are checked before they are used.
+//! The fields of a frame that rules can match. All numbers in a frame come from outside, so lengths are checked before
+//! they are used.
 
 use crate::rule::{Class, PROTOCOL_UDP};
 use baton_wire::Flags;
@@ -40,12 +41,13 @@ pub enum Step {
     Resets,
 }
 
-/// The fields of a frame. Addresses are left-aligned in 128 bits, also IPv4's; what a frame does not have is zero.
+/// The fields of a frame. Addresses are left-aligned in 128 bits, also IPv4 addresses. Fields that a frame does not
+/// have are zero.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Packet {
     /// Kind of packet.
     pub class: Class,
-    /// IP protocol: that of the first header that is not one of IPv6's extension headers.
+    /// IP protocol: for IPv6 the type of the first header that is no extension header.
     pub protocol: Option<u8>,
     /// Source address.
     pub source: u128,
@@ -113,7 +115,7 @@ impl Packet {
         }
     }
 
-    /// A packet of this kind of which nothing else is known.
+    /// A packet of this class without any other fields.
     pub fn empty(class: Class) -> Packet {
         Packet {
             class,
@@ -206,7 +208,8 @@ impl Packet {
         packet.with_transport(frame, offset)
     }
 
-    /// Reads the transport header, if the packet has it. `offset` is that of a fragment in its datagram, bytes.
+    /// Reads the transport header, if the packet contains it. `offset` is the offset of a fragment in its datagram, in
+    /// bytes.
     #[inline(always)]
     fn with_transport(mut self, frame: &[u8], offset: usize) -> Result<Packet, Malformed> {
         let needed = match self.protocol {

@@ -1,4 +1,4 @@
-//! A rule: what it matches and what it does.
+//! A rule: its matches and its action.
 
 use crate::limit::Limit;
 use crate::packet::{Direction, Packet};
@@ -9,7 +9,7 @@ use core::net::{Ipv4Addr, Ipv6Addr};
 /// IP protocol number of UDP.
 pub(crate) const PROTOCOL_UDP: u8 = 17;
 
-/// What kind of packet a frame carries.
+/// The kind of packet that a frame carries.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Class {
     /// An IPv4 packet.
@@ -23,7 +23,7 @@ pub enum Class {
 /// EtherType of ARP.
 pub(crate) const ETHERTYPE_ARP: u16 = 0x0806;
 
-/// Whether a packet of TCP or UDP belongs to a flow of which packets have been accepted in the opposite direction.
+/// Whether a packet of TCP or UDP belongs to a flow that has had packets accepted in the opposite direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum State {
     /// None has been, or this is a SYN.
@@ -69,7 +69,7 @@ impl Ports {
     }
 }
 
-/// What a rule matches: a frame that has all of these. None is "any".
+/// The matches of a rule: it matches a frame that fulfils all of these. None means "any".
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Matches {
     /// From the wire, or to it.
@@ -110,7 +110,7 @@ impl Matches {
     }
 }
 
-/// What a rule does with a frame that it matches. Its counters count the frame in any case.
+/// The action of a rule on a frame that it matches. The rule's counters count the frame in any case.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Action {
     /// It passes.

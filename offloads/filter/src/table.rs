@@ -1,10 +1,10 @@
 //! The classifier: finds the first rule that matches a packet by tuple space search (Srinivasan, Suri and Varghese,
 //! "Packet classification using tuple space search", SIGCOMM 1999).
 //!
-//! Rules that look at the same bits of a packet have one *tuple*: a mask, and a hash table of the masked values that
-//! the rules ask for. A lookup probes each tuple once, those with earlier rules first, and ends when the rule that it
-//! has found comes before all rules of the tuples that are left. So its time depends on how many kinds of rules there
-//! are, not on how many rules. A range of ports is cut into prefixes.
+//! Rules that compare the same bits of a packet share a *tuple*: a mask, and a hash table of the masked values that the
+//! rules demand. A lookup probes each tuple once, tuples with earlier rules first, and ends when it has found a rule
+//! that comes before all rules of the remaining tuples. So its time depends on how many kinds of rules there are, not
+//! on how many rules. A range of ports is cut into prefixes.
 
 use crate::packet::{Direction, Packet};
 use crate::rule::{Action, Class, Matches, Ports, Prefix, Rule, State};
@@ -19,7 +19,7 @@ use hashbrown::HashMap;
 pub const MAX_TUPLES: usize = 512;
 /// Most entries of all hash tables; a rule with ranges of ports has several.
 pub const MAX_ENTRIES: usize = 1 << 18;
-/// Most rules that only count. Several of them can match one packet, so each is looked at.
+/// Most rules that only count. Several of them can match one packet, so a lookup checks each of them.
 pub const MAX_COUNT_RULES: usize = 16;
 
 /// A rule and the slot of its counters, see [`crate::words`].
@@ -114,7 +114,7 @@ impl Key {
     }
 }
 
-/// Rules that look at the same bits.
+/// Rules that compare the same bits.
 struct Tuple {
     mask: Key,
     /// The first of its rules.
@@ -148,7 +148,7 @@ impl Table {
     /// `seeds` are random.
     ///
     /// # Errors
-    /// If they need more memory, or time of each lookup, than there is to be.
+    /// If the rules need more memory, or more time in each lookup, than is allowed.
     pub fn new(rules: Vec<Installed>, generation: u32, seeds: [u64; 4]) -> Result<Table, Refused> {
         if rules.len() > RULES || rules.iter().any(|installed| usize::from(installed.slot) >= SLOTS) {
             return Err(Refused::TooManyRules);

@@ -32,7 +32,7 @@ pub struct ParseError {
     pub text: String,
     /// Offset in the line, in bytes, of the word that is wrong.
     pub at: usize,
-    /// What is wrong, and what to write.
+    /// What is wrong, and what to write instead.
     pub message: String,
 }
 
@@ -318,8 +318,8 @@ pub fn parse_all(text: &str) -> Result<Vec<Rule>, ParseError> {
     }
 }
 
-/// Finds a rule that has the same matches as an earlier one, which therefore always comes first: their numbers. A rule
-/// that only counts hides none.
+/// Finds a rule that can never decide, since an earlier rule has the same matches. Returns the numbers of both. A rule
+/// that only counts hides no other.
 pub fn check(rules: &[Rule]) -> Option<(usize, usize)> {
     let mut known: HashMap<(Matches, bool), usize, ahash::RandomState> =
         HashMap::with_hasher(ahash::RandomState::with_seeds(1, 2, 3, 4));

@@ -1,17 +1,17 @@
-//! What outlives a table, and a NIC: counters, token buckets and flows, in words of memory that all workers share. The
-//! memory belongs to whoever owns the rules; a new one is all zero.
+//! State that outlives a table, and a NIC: counters, token buckets and flows, in words of memory that all workers
+//! share. The memory belongs to the owner of the rules. New memory must be all zero.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Most rules of a table.
 pub const RULES: usize = 1 << 14;
-/// Number of slots for rules, each with counters and a token bucket: as many as two tables need, of which one replaces
-/// the other.
+/// Number of slots for rules, each with counters and a token bucket: enough for two tables while one replaces the
+/// other.
 pub const SLOTS: usize = 2 * RULES;
 /// Slot of the frames that no rule has decided about: they pass.
 pub const UNMATCHED: usize = SLOTS;
-/// Slot of the frames that are dropped because they cannot be judged: damaged ones, and fragments whose first part is
-/// not known.
+/// Slot of the frames that are dropped because they cannot be judged: damaged frames, and fragments whose datagram's
+/// first fragment is not known.
 pub const UNREADABLE: usize = SLOTS + 1;
 /// Number of flows that are kept.
 pub const FLOWS: usize = 1 << 16;
@@ -26,14 +26,14 @@ pub(crate) const FIRST_FLOW: usize = (SLOTS + 2) * SLOT;
 /// Number of words in all.
 pub const WORDS: usize = FIRST_FLOW + FLOWS * FLOW;
 
-/// What a rule has counted.
+/// The counters of a rule.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counted {
-    /// Frames that it matched. A frame that stands for several segments counts as that many.
+    /// Frames that the rule has matched. A frame that stands for several segments counts as that many.
     pub packets: u64,
     /// Bytes of those frames, Ethernet header included.
     pub bytes: u64,
-    /// Those of the frames that its limit has dropped.
+    /// Frames among these that the rule's limit has dropped.
     pub over: u64,
 }
 

@@ -186,7 +186,7 @@ fn fragments_share_the_verdict_of_the_first() {
     assert_eq!(counted(&words, UNREADABLE).packets, 2);
 }
 
-/// Every truncation and many changes of frames are judged without a panic, and what is cut off is dropped.
+/// Every truncation and many changes of frames are judged without a panic, and truncated frames are dropped.
 #[test]
 fn damaged_frames_are_dropped() {
     let words = words();

@@ -2,8 +2,8 @@
 //!
 //! The headers are those of the first segment, with lengths and checksums of the whole. FIN and PSH are the last
 //! segment's. Where acknowledgement, window and timestamps may differ ([`Mode::Reorder`]), acknowledgement, window and
-//! timestamp echo are those of the newest segment. The timestamp value is the oldest segment's: it is what a receiver
-//! has to echo that acknowledges several segments at once (RFC 7323 section 4.3).
+//! timestamp echo are those of the newest segment. The timestamp value is the oldest segment's: a receiver that
+//! acknowledges several segments at once has to echo that one (RFC 7323 section 4.3).
 
 use crate::counters::Reason;
 use crate::{LroSettings, Mode};
@@ -85,7 +85,7 @@ impl Aggregate {
         own == other || is_timestamps(own) && is_timestamps(other)
     }
 
-    /// Whether the other fields that Linux's GRO compares are equal too: IPv4 identification, acknowledgement, window,
+    /// Whether the further fields that Linux's GRO compares are equal: IPv4 identification, acknowledgement, window,
     /// options.
     fn is_same_to_gro(&self, frame: &[u8], parsed: &TcpFrame) -> bool {
         let own = self.frame.bytes();

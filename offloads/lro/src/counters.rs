@@ -12,7 +12,7 @@ pub enum Reason {
     Fin,
     /// A segment with PSH.
     Push,
-    /// A segment shorter than the others, which can only be the last one.
+    /// A segment came that was shorter than the others: it can only be the aggregate's last one.
     Short,
     /// The next segment of the connection could not be appended.
     Other,

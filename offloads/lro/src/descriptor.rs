@@ -44,7 +44,7 @@ impl Descriptor {
             held: OutOfOrder::default(),
             gap_since: 0,
             last_arrival: now,
-            // The shortest wait, until enough segments have arrived to know the interval.
+            // The wait is the shortest one until enough segments have arrived to know the interval.
             mean: settings.quiet.0 * SCALE / 10,
             last_count: 0,
             scheduled: u64::MAX,
@@ -76,7 +76,7 @@ impl Descriptor {
     pub fn unwrapped(&self, seq: u32) -> u64 {
         match self.next {
             Some(next) => next.wrapping_add_signed(i64::from(seq.wrapping_sub(next as u32) as i32)),
-            // Far enough from zero for all sequence numbers that may come before.
+            // So far from zero that earlier sequence numbers do not become negative.
             None => 1 << 40 | u64::from(seq),
         }
     }

@@ -4,11 +4,11 @@ use baton_device::{Checksum, Frame};
 use baton_wire::frame::{ETHERNET, FrameError};
 use baton_wire::{Flags, TcpFrame};
 
-/// The tests, in the order in which they are applied; each says what a frame must be to pass.
+/// The tests, in the order in which they are applied. Each names a property that a frame must have to pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum Test {
-    /// One segment, not a frame that stands for several already.
+    /// The frame is one segment, and does not stand for several already.
     Single,
     /// IPv4 or IPv6 directly behind the Ethernet header: no ARP, no VLAN tag.
     Ip,
@@ -16,7 +16,7 @@ pub enum Test {
     Tcp,
     /// Not a fragment.
     Whole,
-    /// All lengths and offsets lie inside the frame.
+    /// All lengths and offsets in its headers lie inside the frame.
     WellFormed,
     /// No IPv4 options.
     NoIpOptions,

@@ -37,7 +37,8 @@ pub struct Lro {
     free: Vec<u32>,
     /// Free buffers for aggregates.
     spares: Vec<Frame>,
-    /// Free full-sized buffers, exchanged for those in which islands are built, and how many more may be allocated.
+    /// Free full-sized buffers, which replace buffers in which islands are built, and the number that may still be
+    /// allocated.
     island_buffers: Vec<Frame>,
     island_buffers_left: usize,
     /// Free buffers for copies of held segments.
@@ -83,13 +84,13 @@ impl Lro {
         }
     }
 
-    /// For one that does not see all segments: when a connection has nothing waiting and was idle for so many
-    /// microseconds, others of its segments may have gone another way, and none is waited for.
+    /// Makes it fit for a path that does not carry all segments: when a connection has nothing waiting and was idle for
+    /// `idle` microseconds, some of its segments may have taken another route, so missing ones are not waited for.
     pub fn missing_some_after(self, idle: u64) -> Lro {
         Lro { idle, ..self }
     }
 
-    /// Changes the settings. Everything that waits goes out first. Memory is kept where its size stays the same.
+    /// Changes the settings. All segments that wait go out first. Memory is kept where its size stays the same.
     pub fn set(&mut self, settings: LroSettings, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         self.flush_all(now, deliver);
         let size = |settings: &LroSettings| (settings.mode != Mode::Off, settings.connections, settings.aggregates);
@@ -138,7 +139,7 @@ impl Lro {
         self.table.find(key, |at| matches!(self.flows.get(at as usize), Some(Some(flow)) if flow.key == *key))
     }
 
-    /// Passes on a segment that is never merged, after what its connection has waiting.
+    /// Passes on a segment that is never merged, after the segments of its connection that wait.
     fn pass_on(&mut self, parsed: &TcpFrame, test: Test, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return deliver(frame) };
         let ends = parsed.flags.intersects(Flags::SYN | Flags::RST | Flags::FIN);
@@ -300,7 +301,7 @@ impl Lro {
         let may_grow = sealed.is_none() && aggregate.frame.capacity() >= MAX_FRAME;
         match (self.flows[at as usize].as_mut(), self.spares.pop()) {
             (Some(flow), Some(spare)) if may_grow => {
-                // Its buffer now counts as one for aggregates, and one of those takes its place.
+                // The island's buffer now counts as a buffer for aggregates, and one of those takes its place.
                 self.island_buffers.push(spare);
                 aggregate.since = now;
                 flow.aggregate = Some(aggregate);
@@ -354,7 +355,8 @@ impl Lro {
         let length = frame.length();
         let full = flow.held.segments() >= held_segments || self.held_bytes + length > held_bytes;
         if full {
-            // The peer sends more out of order than the caps allow: its segments are passed on as they come.
+            // The peer sends more segments out of order than the caps allow, so its segments are passed on as they
+            // come.
             self.counters.short_of_memory += 1;
             self.flush_at(at, Reason::Other, now, deliver);
             deliver(frame);
@@ -398,7 +400,7 @@ impl Lro {
         let Some(open) = flow.aggregate.take() else { return };
         let mut frame = self.finish(at, open, reason);
         deliver(&mut frame);
-        // A device may have exchanged the frame for one of its own.
+        // A device may have exchanged the frame for another of its frames.
         self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
     }
 

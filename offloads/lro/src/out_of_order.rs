@@ -9,7 +9,7 @@ use alloc::collections::BTreeMap;
 /// Merged segments that follow each other.
 pub(crate) struct Island {
     pub aggregate: Aggregate,
-    /// Why no segment may be appended any more; None if one may.
+    /// The reason why no further segment may be appended; None if one may.
     pub sealed: Option<Reason>,
 }
 

@@ -30,7 +30,7 @@ fn flow(connection: u8) -> Flow {
 }
 
 fn start(connection: u8) -> u32 {
-    // The sequence numbers of one of them wrap early.
+    // The sequence numbers of one of the connections wrap early.
     u32::MAX - 5000 * u32::from(connection)
 }
 
@@ -141,7 +141,7 @@ fn segments() -> impl Strategy<Value = Vec<(Sent, u64)>> {
             let ecn = if ecn < 20 { 3 } else { 2 };
             let segment = Sent { connection, offset, length, flags, stamp: offset / 20_000, ecn, ident };
             let at = match odd {
-                // Early: everything sent since then comes late.
+                // The segment comes early, so all segments sent since then come late.
                 3 | 4 => place.index(sent.len() + 1),
                 _ => sent.len(),
             };
@@ -233,7 +233,7 @@ fn gaps_are_given_up() {
     }
 }
 
-/// One that does not see all segments waits for none after a pause, and for one that is missing without a pause.
+/// An [`Lro`] that does not see all segments does not wait for missing ones after a pause; without a pause it does.
 #[test]
 fn what_went_another_way_in_a_pause_is_not_waited_for() {
     const PAUSE: u64 = 750;
@@ -286,8 +286,8 @@ fn floods_out_of_order_stay_cheap() {
     let (few, many) = (cost(100), cost(100_000));
     // The logarithm grows by two and a half, and cache misses come on top; with a list the factor would be a thousand.
     assert!(many < 50.0 * few, "a segment cost {few} ns with 100 held, {many} ns with 100000");
-    // Other connections are about as fast as without the flood: they look at none of the hundred thousand, but share
-    // the caches.
+    // Other connections are about as fast as without the flood: their segments are not compared with the hundred
+    // thousand, but they share the caches.
     let mut quiet = Lro::new(settings, 0);
     let mut times = [f64::MAX; 2];
     for round in 0..40 {

@@ -1,9 +1,9 @@
-//! Classes of receives: those whose criteria have the same wildcards.
+//! Classes of receives. All receives of a class have the same wildcards in their criteria.
 
 use crate::groups::Key;
 use crate::{Criteria, Message};
 
-/// Kinds of wildcard that are hashed at the same time. Class 0 is the one without wildcards.
+/// Most kinds of wildcards that are hashed at the same time. Class 0 is that without wildcards.
 pub const CLASSES: usize = 8;
 
 /// Which parts of a message the receives of a class compare.
@@ -61,7 +61,7 @@ impl Classes {
         self.used < CLASSES || self.used().any(|(class, wildcards)| *wildcards == wanted || class > 0 && self.posted[class] == 0)
     }
 
-    /// The class of these criteria, which may take the place of one that has no posted receives left.
+    /// The class of these criteria. A new class may take the place of one that has no posted receives left.
     pub fn find(&mut self, criteria: &Criteria) -> Class {
         let wanted = Wildcards::of(criteria);
         if let Some((class, _)) = self.used().find(|(_, wildcards)| **wildcards == wanted) {

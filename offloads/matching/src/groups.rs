@@ -5,7 +5,7 @@ use ahash::RandomState;
 use alloc::boxed::Box;
 use alloc::vec;
 
-/// What the nodes of a queue have in common.
+/// The key that all nodes of a queue share.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Key {
     pub class: u32,
@@ -76,7 +76,7 @@ impl Groups {
         (group != NONE).then(|| self.groups[group as usize].first)
     }
 
-    /// Adds a node, which is in no queue, behind the others with its key.
+    /// Adds a node, which must be in no queue yet, behind the other nodes with its key.
     pub fn push(&mut self, key: &Key, node: u32) {
         let bucket = self.bucket(key);
         let mut at = self.find(bucket, key);

@@ -1,12 +1,12 @@
-//! Matching of messages with receives by MPI's rules (MPI 4.1 section 3.5; the libfabric form with ignore bits): what
-//! the RMPP paper leaves as future work (section 7), so that it can run on the host or on the NIC.
+//! Matching of messages with receives by MPI's rules (MPI 4.1 section 3.5; the libfabric form with ignore bits): the
+//! RMPP paper leaves this as future work (section 7). It can run on the host or on the NIC.
 //!
 //! A receive names a context (communicator), a source or any source, and a tag with bits to ignore. A message that
 //! arrives is given the *oldest* posted receive that matches; a receive that is posted is given the *oldest* unexpected
 //! message. Both are found by hashing, in time that does not depend on how many are posted or waiting: receives with
-//! the same ignore bits form a *class*, in which a message can match only receives of one hash key. A lookup asks each
-//! class in use once and takes the oldest answer. Only when more than [`CLASSES`] kinds of wildcard are in use at once,
-//! receives of further kinds are searched one by one.
+//! the same ignore bits form a *class*, in which a message can match only receives of one hash key. A lookup searches
+//! each class in use once and takes the oldest match. Only if more than [`CLASSES`] kinds of wildcards are in use at
+//! once are receives of further kinds searched one by one.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -20,7 +20,7 @@ mod matching;
 pub use classes::CLASSES;
 pub use matching::{Arrival, Matching, Post, PostedId};
 
-/// What a message is matched by.
+/// The fields of a message by which it is matched.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Message {
     /// Number of its sender.
@@ -31,7 +31,7 @@ pub struct Message {
     pub tag: u64,
 }
 
-/// What a receive asks for.
+/// The criteria of a receive: which messages it matches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Criteria {
     /// Number of the sender; None for any (MPI_ANY_SOURCE).
@@ -45,7 +45,7 @@ pub struct Criteria {
 }
 
 impl Criteria {
-    /// Whether a message is what this receive asks for.
+    /// Whether a message fulfils these criteria.
     pub fn accepts(&self, message: &Message) -> bool {
         self.source.is_none_or(|source| source == message.source)
             && self.context == message.context

@@ -1,4 +1,4 @@
-//! A queue of numbered entries in order, of which any can be taken out.
+//! An ordered queue of numbered entries, from which any entry can be removed.
 
 use crate::NONE;
 use alloc::boxed::Box;

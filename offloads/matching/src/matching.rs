@@ -7,15 +7,14 @@ use crate::{Criteria, Full, Message};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-/// Identifies a posted receive. A number is used again only with another generation, so that an old one cancels
-/// nothing.
+/// Identifies a posted receive. A number is reused only with another generation, so that an old id cancels nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PostedId {
     entry: u32,
     generation: u32,
 }
 
-/// What came of posting a receive.
+/// The result of posting a receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Post {
     /// It waits for a message.
@@ -24,7 +23,7 @@ pub enum Post {
     Matched(u32),
 }
 
-/// What came of a message's arrival.
+/// The result of a message's arrival.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Arrival {
     /// The posted receive with this value was waiting for it, and is taken.
@@ -39,7 +38,7 @@ struct Posted {
     order: u64,
     value: u32,
     generation: u32,
-    /// The class in which it is hashed; [`CLASSES`] if it is in the list of those that are not.
+    /// The class in which it is hashed; [`CLASSES`] if it is in the list of receives that are not hashed.
     class: u8,
     waiting: bool,
     criteria: Criteria,

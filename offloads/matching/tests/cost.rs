@@ -1,4 +1,4 @@
-//! What a match costs with few and with many posted receives. `--nocapture` shows it:
+//! The cost of a match with few and with many posted receives. `--nocapture` shows it:
 //! `cargo test --profile checked -p baton-matching --test cost -- --nocapture`
 
 use baton_matching::{Arrival, Criteria, Matching, Message};

@@ -111,7 +111,7 @@ fn every_operation_answers_as_the_lists_do() {
         }
         assert_eq!((matching.posted(), matching.unexpected()), (lists.posted.len(), lists.unexpected.len()));
     }
-    // The test has seen what it is for.
+    // The test has covered the cases for which it was written.
     assert!(matched > operations / 10 && full > 0 && cancelled > 0 && discarded > 0, "{matched} {full} {cancelled} {discarded}");
 }
 

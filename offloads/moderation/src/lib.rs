@@ -30,12 +30,12 @@ pub enum Mode {
     Adaptive,
     /// Under load at the end of a burst: once nothing more has come for [`LULL`], after [`LONGEST`] at the latest.
     /// Otherwise at every frame. Under load means that the consumer has got at least [`LOAD`] frames since it was last
-    /// signalled: then it sleeps for a short time only, and to be woken costs it more than a few further frames are
-    /// late. A consumer that gets a single request and answers it is never kept waiting.
+    /// signalled: such a consumer sleeps only for short times, and waking it costs more than the delay of a few frames.
+    /// A consumer that gets a single request and answers it is never kept waiting.
     Burst,
 }
 
-/// How long nothing more must have come at a burst's end, and how long it lasts at most, microseconds
+/// How long no frame must have come for a burst to count as ended, and how long a burst lasts at most, in microseconds
 /// ([`Mode::Burst`]).
 pub const LULL: u64 = 3;
 /// See [`LULL`].
@@ -65,7 +65,7 @@ pub struct Moderator {
     since: u64,
     /// When the last of them was queued.
     last: u64,
-    /// Frames since the last signal, those that the consumer got while it was awake too.
+    /// Frames since the last signal, including frames that the consumer got while it was awake.
     got: u64,
     counters: Counters,
 }
@@ -127,7 +127,7 @@ impl Moderator {
         (self.frames > 0).then(|| lull.min(self.since + u64::from(self.limits().0)))
     }
 
-    /// Notes that the consumer has been signalled of everything that waited.
+    /// Notes that the consumer has been signalled for all frames that waited.
     pub fn signalled(&mut self, now: u64) {
         if self.frames == 0 {
             return;
@@ -141,7 +141,7 @@ impl Moderator {
         }
     }
 
-    /// What was signalled so far.
+    /// Counters of the signals so far.
     pub fn counters(&self) -> Counters {
         self.counters
     }

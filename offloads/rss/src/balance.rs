@@ -16,9 +16,10 @@ pub struct Move {
 /// Percentage by which a worker's load must exceed the mean before one of its buckets moves.
 const SLACK: u64 = 4;
 
-/// The most helpful move, given the load of each bucket in any unit (packets, nanoseconds): from the busiest worker to
-/// the idlest one, and the bucket that comes closest to making the two equal. None if the busiest is near the mean, or
-/// if no bucket would lower the greater of the two loads: a bucket with a single large connection stays where it is.
+/// The most helpful move, given the load of each bucket in any unit (packets, nanoseconds): it goes from the busiest
+/// worker to the idlest one, and moves the bucket that comes closest to making the two equal. None if the busiest is
+/// near the mean, or if no bucket would lower the greater of the two loads: a bucket with a single large connection
+/// stays where it is.
 pub fn next_move(loads: &[u64; BUCKETS], table: &Table, workers: usize) -> Option<Move> {
     let workers = workers.clamp(1, MOST_WORKERS);
     let mut sums = [0u64; MOST_WORKERS];

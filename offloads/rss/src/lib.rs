@@ -34,8 +34,8 @@ pub fn even(workers: usize) -> Table {
     core::array::from_fn(|bucket| (bucket % workers.clamp(1, MOST_WORKERS)) as u8)
 }
 
-/// Where a frame comes from. Both directions of a connection get the same hash: that of the frames that come from the
-/// peer.
+/// Where a frame comes from. Both directions of a connection get the same hash, computed as for frames that come from
+/// the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum From {
     /// The wire: its source is the peer.

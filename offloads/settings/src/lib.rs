@@ -12,20 +12,21 @@ use baton_moderation::Mode as Moderation;
 use core::fmt::Display;
 use serde::{Deserialize, Serialize};
 
-/// Who is on a NIC that is full.
+/// Which connections a full NIC keeps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum WhenFull {
-    /// Who carries most: the coldest connections return to the kernel for hotter ones.
+    /// The busiest connections: the coldest ones return to the kernel to make room for hotter ones.
     #[default]
     Coldest,
-    /// Who is there.
+    /// The connections that are on the NIC: new ones are refused.
     Refuse,
-    /// The same; and connections that a lower limit leaves no room for are reset instead of returned to the kernel.
+    /// As `Refuse`; in addition, connections for which a lowered limit leaves no room are reset instead of returned to
+    /// the kernel.
     Drop,
 }
 
-/// What becomes of a connection on the NIC whose route leads to another device than before (the paper on connection
-/// handoff, section 3.3: it is restored, or dropped).
+/// What is done with a connection on the NIC when its route changes to another device (the paper on connection handoff,
+/// section 3.3: it is restored, or dropped).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum RouteChange {
     /// It returns to the kernel, which follows the route.
@@ -35,7 +36,7 @@ pub enum RouteChange {
     Drop,
 }
 
-/// What becomes of the frames that arrive while their connection is between two owners (the paper on connection
+/// What is done with frames that arrive while their connection moves between two owners (the paper on connection
 /// handoff, section 3.3: they are forwarded, or dropped).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum DuringMoves {
@@ -46,7 +47,7 @@ pub enum DuringMoves {
     Drop,
 }
 
-/// What becomes of a connection on the NIC when its peer's FIN has come: it will carry less, and its slot could serve
+/// What is done with a connection on the NIC when its peer's FIN has come: it will carry less, and its slot could serve
 /// another one (the paper on connection handoff, Figure 6 (6)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum PeerFin {
@@ -57,23 +58,23 @@ pub enum PeerFin {
     Return,
 }
 
-/// What a NIC has room for. None: as much as there is.
+/// The limits of a NIC. None means as much as there is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Limits {
     /// Connections; 0 ends offloading.
     pub connections: Option<u32>,
     /// Bytes of send and receive memory of these.
     pub memory: Option<u64>,
-    /// (address, length) pairs of their send queues, of which each connection has a fixed number.
+    /// (address, length) pairs of the connections' send queues. Each connection takes a fixed number of pairs.
     #[serde(default)]
     pub pairs: Option<u32>,
-    /// Percent of the workers' time: while they are busy for more, no connection more comes to the NIC.
+    /// Percent of the workers' time: while they are busy for more of it, no further connection moves to the NIC.
     pub processor: Option<u8>,
-    /// Who is there when it is full.
+    /// Which connections it keeps when it is full.
     pub when_full: WhenFull,
 }
 
-/// What the NIC does for the connections that the kernel runs, and what it has room for.
+/// The NIC's offloads for connections that the kernel runs, and the NIC's limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Offloads {
     /// Large sends: the kernel hands over frames of up to 64 KB, which the NIC cuts if the wire does not take them.
@@ -88,16 +89,16 @@ pub struct Offloads {
     pub doorbells: Moderation,
     /// How frames are spread over the NIC's workers.
     pub rss: baton_rss::RssSettings,
-    /// What it has room for.
+    /// The NIC's limits.
     #[serde(default)]
     pub limits: Limits,
-    /// What becomes of frames that arrive during moves.
+    /// What is done with frames that arrive during moves.
     #[serde(default)]
     pub during_moves: DuringMoves,
-    /// What becomes of connections whose peer has sent its FIN.
+    /// What is done with connections whose peer has sent its FIN.
     #[serde(default)]
     pub peer_fin: PeerFin,
-    /// What becomes of connections whose route leads elsewhere.
+    /// What is done with connections whose route changes to another device.
     #[serde(default)]
     pub route_change: RouteChange,
 }
@@ -133,7 +134,7 @@ const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), 
 
 /// Largest limit of connections: a NIC has so many slots.
 pub const MOST_CONNECTIONS: u64 = 16_384;
-/// Largest limit of (address, length) pairs: those of so many connections.
+/// Largest limit of (address, length) pairs: the pairs of the largest number of connections.
 pub const MOST_PAIRS: u64 = 16 * MOST_CONNECTIONS;
 /// Largest limit of bytes of memory that a NIC's announcements can express.
 const MOST_MEMORY: u64 = 1 << 42;
@@ -249,10 +250,10 @@ impl Offloads {
         Ok(())
     }
 
-    /// Applies several `KEY=VALUE`s, all of which are in force then.
+    /// Applies several `KEY=VALUE`s, all of them or none.
     ///
     /// # Errors
-    /// As [`Offloads::set`], and if two of them contradict each other; then nothing is changed.
+    /// As [`Offloads::set`]; also if two of them contradict each other. After an error nothing has changed.
     pub fn set_all<'a>(&mut self, assignments: impl IntoIterator<Item = &'a str>) -> Result<(), String> {
         let mut all = *self;
         let mut done: Vec<&str> = Vec::new();

@@ -1,5 +1,5 @@
-//! The lookup from a 4-tuple to a slot: open addressing with a keyed hash, so that nobody who does not know the key can
-//! produce collisions.
+//! The lookup from a 4-tuple to a slot: open addressing with a keyed hash, so that an attacker who does not know the
+//! key cannot produce collisions.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -12,7 +12,7 @@ const EMPTY: u32 = NO_SLOT;
 /// Not the number of any slot.
 pub const NO_SLOT: u32 = u32::MAX;
 
-/// In place of the 4-tuple that was found last: no slot has it.
+/// Stands for the 4-tuple found last while there is none: no slot has this one.
 const NOTHING: ([u64; 2], u32) = ([0; 2], EMPTY);
 
 /// Bits of the fraction of pi: with them a key that is not random, as in tests, still makes a hash.
@@ -48,7 +48,7 @@ impl Lookup {
         Lookup::prepared(slots, hash_key, |_| ())
     }
 
-    /// The same; `prepare` is given its memory before that is used.
+    /// As `new`, but passes the memory to `prepare` before it is used.
     pub fn prepared(slots: usize, hash_key: [u64; 4], prepare: impl FnOnce(&mut [MaybeUninit<(u32, u32)>])) -> Self {
         let size = (slots * 2).next_power_of_two().max(16);
         let mut entries = Vec::with_capacity(size);
@@ -69,8 +69,8 @@ impl Lookup {
         fold(hash ^ c, d)
     }
 
-    /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with slots whose hash has the
-    /// same upper half, and may be called with `u32::MAX`, which is no slot.
+    /// Finds the slot of a 4-tuple. `is` says whether a slot has this 4-tuple. It is called for slots whose hash has
+    /// the same upper half, and may be called with `u32::MAX`, which is no slot.
     #[inline(always)]
     pub fn find(&self, key: &FlowKey, is: impl Fn(u32) -> bool) -> Option<u32> {
         let hash = self.hash(key);
@@ -94,14 +94,14 @@ impl Lookup {
         Search { tag: (hash >> 32) as u32, at: hash as usize & self.mask }
     }
 
-    /// The memory that the search looks at first.
+    /// The memory that the search reads first.
     #[inline(always)]
     pub fn memory_of(&self, search: &Search) -> &impl Sized {
         &self.entries[search.at & self.mask]
     }
 
-    /// Ends a search as [`Lookup::find`] does without looking at the slot: it may be another one's with the same hash.
-    /// [`NO_SLOT`] if there is none.
+    /// Ends a search as [`Lookup::find`] does, but without a check of the slot: it may belong to another 4-tuple with
+    /// the same hash. Returns [`NO_SLOT`] if there is none.
     #[inline(always)]
     pub fn end(&self, search: Search) -> u32 {
         let Search { tag, mut at } = search;
@@ -115,7 +115,7 @@ impl Lookup {
     }
 
     /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The
-    /// slot may be another one's with the same hash.
+    /// slot may belong to another 4-tuple with the same hash.
     #[inline(always)]
     pub fn find_again(&mut self, key: &FlowKey) -> Option<u32> {
         let (words, _) = key.words();

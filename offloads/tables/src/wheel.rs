@@ -9,14 +9,14 @@ const BUCKETS: usize = 8192;
 
 /// A timing wheel whose buckets are `TICK` microseconds wide.
 ///
-/// The entries of all buckets lie in one array, and each bucket is a list in it: so the wheel takes 8 bytes for each of
-/// the most entries that it ever had at a time, in a single allocation. A `Vec` for each bucket would be thousands of
-/// small ones all over the heap, which would keep its pages from going back to the system.
+/// The entries of all buckets lie in one array, and each bucket is a list in it: so the wheel is a single allocation,
+/// of 8 bytes times the largest number of entries that it has had at a time. A `Vec` for each bucket would mean
+/// thousands of small allocations all over the heap, which would keep the heap's pages from going back to the system.
 pub struct Wheel<const TICK: u64> {
     /// Of each bucket the entry that came last, or [`NONE`].
     buckets: Vec<u32>,
     entries: Vec<Entry>,
-    /// The first entry that is free, or [`NONE`]; the others follow it as in a bucket.
+    /// The first free entry, or [`NONE`]; the other free entries are linked to it as in a bucket.
     free: u32,
     /// A bit for each bucket that has entries.
     occupied: [u64; BUCKETS / 64],

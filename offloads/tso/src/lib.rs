@@ -1,5 +1,5 @@
-//! Large sends (TCP segmentation offload): cuts a frame that stands for many into segments, as hardware does. No I/O:
-//! the caller sends each segment.
+//! Large sends (TCP segmentation offload): cuts a frame that stands for many segments into these, as hardware does. No
+//! I/O: the caller sends each segment.
 //!
 //! Every segment has the headers of the frame, except for: lengths, sequence number, IPv4 identification (increasing),
 //! FIN and PSH (in the last segment only), CWR (in the first segment only, RFC 3168 section 6.1.2), checksums.
@@ -164,7 +164,7 @@ mod tests {
             prop_assert_eq!(got, payload);
         }
 
-        /// Whatever the bytes and the device say, nothing is read or written outside of the frames.
+        /// Whatever the frame's bytes and the device's lengths are, nothing is read or written outside of the frames.
         #[test]
         fn bad_headers_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), size: u16, headers: u16, ipv6: bool) {
             let mut frame = Frame::with_capacity(1000);
