@@ -58,7 +58,7 @@ fn ask(tool: &mut Tool, settled: bool) -> Result<Vec<AddressInfo>> {
 /// Waits until the NIC uses its addresses.
 ///
 /// # Errors
-/// Why it cannot use one of them.
+/// The reason why the NIC cannot use one of them.
 pub fn settle(tool: &mut Tool) -> Result<()> {
     for one in ask(tool, true)? {
         if one.standing != Standing::Used {
@@ -97,7 +97,7 @@ pub fn print(list: &[AddressInfo]) {
     println!("\nthe NIC's own address                    device   state      probes  announced  answered  unanswered  conflicts");
     for one in list {
         let AddressInfo { address, device, probes, announcements, answers, unanswered, conflicts, reason, .. } = one;
-        // Padding does not apply to what formats itself.
+        // Padding does not apply to a value that formats itself.
         let (address, state) = (address.to_string(), one.standing.to_string());
         println!(
             "{address:<40} {device:<8} {state:<9} {probes:>7} {announcements:>10} {answers:>9} {unanswered:>11} {conflicts:>10}  {reason}"

@@ -82,7 +82,7 @@ pub struct DetachArguments {
     socket: SocketArgument,
 }
 
-/// Prints a line. Whoever reads it may have gone: that does not end an attacher, which has to detach in order.
+/// Prints a line. The reader of the output may have ended: that must not end an attacher, which has to detach in order.
 macro_rules! say {
     ($($part:tt)*) => {{
         use std::io::Write;

@@ -284,7 +284,7 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
         }
         match std::fs::remove_dir_all(&path) {
             Ok(()) => eprintln!("removed {}", path.display()),
-            // The others are removed nevertheless.
+            // Others are removed even if this one cannot be.
             Err(error) => eprintln!("{} cannot be removed: {error}", path.display()),
         }
     }
@@ -301,7 +301,7 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
 fn leftover_addresses(cleanup: bool) -> Result<()> {
     let (routes, diagnosis) = (rtnetlink::open()?, Netlink::open(SOCK_DIAG)?);
     for (interface, address) in rtnetlink::own_addresses(&routes)? {
-        // Another Baton has it.
+        // Another running Baton has claimed this address.
         if resolution::claim(address).is_err() {
             continue;
         }

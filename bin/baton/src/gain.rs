@@ -33,10 +33,10 @@ pub struct GainArguments {
     measure: bool,
 }
 
-/// Measures, and keeps what was found.
+/// Measures, and keeps the results.
 #[cfg(feature = "lab")]
 fn measure() -> Result<bool> {
-    // Before this user becomes another one's root.
+    // This must come before the process becomes root of a user namespace.
     let path = gain_file::path().context("there is no directory for it: set XDG_STATE_HOME or HOME")?;
     gain_file::check(&path)?;
     let classes = crate::lab::bench::measure_classes()?;

@@ -24,7 +24,7 @@ pub fn path() -> Option<PathBuf> {
     Some(state.join("baton/gain.json"))
 }
 
-/// What it holds: nothing if it is not there or makes no sense, which is logged.
+/// The file's content. It counts as empty if the file does not exist or is invalid, which is logged.
 pub fn read(path: &Path) -> Vec<Measured> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
@@ -66,7 +66,7 @@ pub fn write(path: &Path, measured: &[Measured]) -> Result<()> {
     written.with_context(|| format!("writing {}", path.display()))
 }
 
-/// Puts what was measured of these classes in place of what is known of loads like theirs. Returns whether anything has
+/// Replaces the known costs of loads like these classes by the newly measured costs. Returns whether anything has
 /// changed.
 pub fn renew(known: &mut Vec<Measured>, classes: &[ClassInfo]) -> bool {
     let mut changed = false;

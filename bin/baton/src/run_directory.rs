@@ -1,6 +1,6 @@
 //! Where the socket of a Baton lies that `baton run` has started for a program: in a directory of this user's alone. In
-//! one that everybody can write somebody else could make it again when it has been removed, and listen there for
-//! programs that know the path.
+//! a directory that every user can write, another user could create the path again after it was removed, and listen
+//! there for programs that know it.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::{process, trust};
@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 /// Root's directory, beside the socket of `baton up`.
 const OF_ROOT: &str = "/run/baton";
-/// Everybody may connect to a socket in it, a program that has changed its user, too; nobody may make one or list them.
+/// Every user may connect to a socket in it, also a program that has changed its user; other users may not create or
+/// list sockets.
 const MODE: u32 = 0o711;
 /// Names that are tried for a directory that stays.
 const NAMES: u32 = 8;
@@ -33,13 +34,13 @@ fn bases() -> Vec<Base> {
     bases.extend(given("TMPDIR"));
     // Only its owner can reach into it, and a program of root's may change its user.
     bases.extend(if user == 0 { Some(Base::Own(OF_ROOT.into())) } else { given("XDG_RUNTIME_DIR") });
-    // Somebody else may have taken the name, in a container that shares the directory, or out of malice.
+    // Another user may have taken the name: in a container that shares the directory, or out of malice.
     bases.extend((0..NAMES).map(|number| Base::Own(std::env::temp_dir().join(format!("baton-of-{user}-{number}")))));
     bases
 }
 
 impl Base {
-    /// The directory, if nobody but root and this user can put anything into it or in its place.
+    /// The directory, if only root and this user can write to it or replace it.
     fn get(&self) -> std::io::Result<&Path> {
         let path = match self {
             Base::Given(path) => path,
@@ -109,7 +110,7 @@ fn make_in(base: &Path) -> Result<PathBuf> {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             made => {
                 made.with_context(|| format!("making {}", directory.display()))?;
-                // Whatever the umask takes away.
+                // The mode is set explicitly, since the umask may have removed bits.
                 std::fs::set_permissions(&directory, Permissions::from_mode(MODE))?;
                 return Ok(directory);
             }

@@ -114,7 +114,7 @@ impl StartArguments {
         if let Some(path) = &named {
             match Channel::connect(path) {
                 Ok(channel) => return Ok(Some((path.clone(), channel))),
-                // Whoever listened there has ended.
+                // The agent that listened there has ended.
                 Err(error) if matches!(error.kind(), NotFound | ConnectionRefused | NotADirectory) => {}
                 Err(error) => bail!("the agent at {}, which BATON_SOCKET names: {error}", path.display()),
             }
@@ -234,7 +234,7 @@ fn final_messages(mut messages: PipeReader) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// An error with the last lines of what was said about its cause.
+/// An error with the last log lines, which tell its cause.
 fn with_what_was_said(error: anyhow::Error, said: &str) -> anyhow::Error {
     let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
     match &lines[lines.len().saturating_sub(SAID)..] {

@@ -28,7 +28,7 @@ pub struct StatsArguments {
     json: bool,
 }
 
-/// What an agent has counted.
+/// The counters of an agent.
 #[derive(Serialize)]
 pub struct Counted {
     socket: PathBuf,
@@ -47,7 +47,7 @@ pub struct Counted {
     programs: Vec<ProgramCounts>,
 }
 
-/// What the agent at a path has counted.
+/// Reads the counters of the agent at a path.
 ///
 /// # Errors
 /// If it does not answer.
@@ -109,7 +109,7 @@ fn by_reason(counts: &BTreeMap<String, u64>) -> impl Iterator<Item = (&String, &
     counts.into_iter()
 }
 
-/// Prints what all agents have counted.
+/// Prints the counters of all agents.
 ///
 /// # Errors
 /// If there is none, or the only one does not answer.

@@ -18,12 +18,12 @@ pub const EXAMPLES: &str = "Examples:
 Exit status: 0 if one is up and answers within a second, 3 if none is up, 4 if one is up but does not answer; 2 for any other error.
 Batons that `baton run` or `baton attach` have started are not meant: `baton ls` lists the connections of all.";
 
-/// Exit status where nobody listens.
+/// Exit status if no process listens.
 const DOWN: i32 = 3;
-/// Exit status where somebody listens and does not answer.
+/// Exit status if a process listens and does not answer.
 const SILENT: i32 = 4;
 
-/// Pause before it is looked again.
+/// Pause before the next look.
 const AGAIN: Duration = Duration::from_millis(50);
 
 #[derive(Args)]

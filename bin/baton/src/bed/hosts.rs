@@ -82,7 +82,8 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     Ok(arguments.policy.apply(offloads))
 }
 
-/// What the NIC's owner starts with, if it is to have one. Without a key nobody can change the rules.
+/// The initial rules and key of the NIC's owner, if the NIC is to have one. Without a key no process can change the
+/// rules.
 fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
     if arguments.filter.is_none() && arguments.filter_key.is_none() {
         if arguments.contain {
@@ -162,7 +163,7 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
         None => bed.host_a.spawn(&mut program),
     };
     let mut child = child.with_context(|| format!("starting {}", command[0].display()))?;
-    // Ctrl-C is for the program; what was started here is ended after it.
+    // Ctrl-C is for the program; the processes that were started here are ended after it.
     let _signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;
     if let Some(mut peer) = peer {

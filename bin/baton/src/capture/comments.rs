@@ -1,4 +1,4 @@
-//! What has happened to connections, as comments on the next frame of each.
+//! Events of connections, written as comments on each connection's next frame.
 
 use super::merge::{Flow, Frame};
 use std::collections::{HashMap, VecDeque};
@@ -9,7 +9,7 @@ const PATIENCE: u64 = 1_000_000_000;
 /// Most things that wait to be said.
 const MOST: usize = 4096;
 
-/// What is to be said of connections.
+/// Comments on connections that have not been written yet.
 pub struct Comments {
     /// By connection, oldest first.
     waiting: HashMap<Flow, VecDeque<(u64, String)>>,
@@ -24,7 +24,7 @@ impl Comments {
         Comments { waiting: HashMap::new(), count: 0, only_own }
     }
 
-    /// Notes that something has happened, in nanoseconds since 1970.
+    /// Notes an event of a connection; `at` is its time in nanoseconds since 1970.
     pub fn add(&mut self, flow: Flow, at: u64, text: String) {
         if self.count < MOST {
             self.count += 1;
@@ -32,7 +32,7 @@ impl Comments {
         }
     }
 
-    /// What is to be said with a frame, which follows.
+    /// The comments that are to be written with this frame.
     pub fn of(&mut self, frame: &Frame) -> Vec<String> {
         if self.count == 0 {
             return Vec::new();
@@ -55,7 +55,7 @@ impl Comments {
         said
     }
 
-    /// What is to be said without a frame.
+    /// The comments for which no frame came.
     pub fn rest(&mut self) -> Vec<String> {
         let mut rest: Vec<_> = std::mem::take(&mut self.waiting).into_values().flatten().collect();
         (self.count, _) = (0, rest.sort());

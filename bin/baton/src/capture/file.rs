@@ -14,7 +14,7 @@ use std::io::{BufWriter, ErrorKind, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// What frames are written to.
+/// The destination to which frames are written.
 pub type Sink = BufWriter<Box<dyn Write>>;
 
 /// Bits of the flags of a packet's block: it was received, or sent.
@@ -29,7 +29,7 @@ pub enum Output {
     Lines(Sink),
 }
 
-/// Whether a write has failed since nobody reads any more.
+/// Whether a write has failed because the reader has closed the pipe.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let is = |error: &std::io::Error| error.kind() == ErrorKind::BrokenPipe;
     error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(is))
@@ -67,7 +67,7 @@ impl Output {
                 InterfaceDescriptionOption::IfDescription(owned(what)),
                 InterfaceDescriptionOption::IfTsResol(NANOSECONDS),
             ];
-            // The first byte says that it is text.
+            // The first byte says that the filter is text.
             let text = filter.map(|filter| [&[0], filter.as_bytes()].concat());
             options.extend(text.map(|text| InterfaceDescriptionOption::IfFilter(Cow::Owned(text))));
             let block = InterfaceDescriptionBlock { linktype: DataLink::ETHERNET, snaplen, options };
@@ -76,7 +76,7 @@ impl Output {
         Ok(Output::Pcapng(Box::new(writer)))
     }
 
-    /// Writes a frame, and what is said with it.
+    /// Writes a frame and its comments.
     pub fn write(&mut self, frame: &Frame, comments: &[String]) -> Result<()> {
         match self {
             Output::Pcapng(writer) => {
@@ -115,7 +115,7 @@ impl Output {
         self.flush()
     }
 
-    /// Writes what waits.
+    /// Writes the frames that are still buffered.
     pub fn flush(&mut self) -> Result<()> {
         let sink = match self {
             Output::Pcapng(writer) => writer.get_mut(),
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(line(&frame(true)), said);
     }
 
-    /// A file whose contents can be looked at when it has been written.
+    /// A file whose contents the test can read after it was written.
     #[derive(Clone, Default)]
     struct Shared(std::sync::Arc<std::sync::Mutex<Vec<u8>>>);
 

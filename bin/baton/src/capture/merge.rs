@@ -12,11 +12,11 @@ pub type Flow = [Endpoint; 2];
 
 type Hashed = BuildHasherDefault<DefaultHasher>;
 
-/// Nanoseconds for which a frame is waited for that another source has, too: what a NIC held during a move comes to a
-/// device once more when it is replayed.
+/// Nanoseconds for which a frame is remembered, since another source may show it as well: a frame that a NIC held
+/// during a move comes to a device once more when it is replayed.
 const REMEMBERED: u64 = 5_000_000_000;
 
-/// Most frames that wait for those of other sources.
+/// Most frames that wait for earlier frames of other sources.
 const MOST_WAITING: usize = 200_000;
 
 /// Index of the loopback device in every network namespace.
@@ -31,9 +31,9 @@ pub fn flow(one: Endpoint, other: Endpoint) -> Flow {
 /// Where a frame was seen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Source {
-    /// At a NIC's wire, as one of its connections'.
+    /// At a NIC's wire, as a frame of one of the NIC's connections.
     Nic,
-    /// At a NIC's wire, as one of the kernel's.
+    /// At a NIC's wire, as a frame of the kernel's.
     Kernel,
     /// At a device beside which the NIC is.
     Device,
@@ -46,24 +46,24 @@ pub struct Frame {
     pub at: u64,
     pub source: Source,
     pub out: bool,
-    /// Bytes on the wire, and those that are there.
+    /// Length of the frame on the wire, and the bytes that were captured.
     pub length: u32,
     pub bytes: Vec<u8>,
     /// Index of the device, if that is known.
     pub interface: u32,
     pub packet: Option<Packet>,
-    /// Of what does not change on the way between two sources.
+    /// A hash of the fields that are the same at all sources.
     hash: u64,
 }
 
 impl Frame {
-    /// One that a NIC has seen at a time.
+    /// A frame that a NIC has seen, and when.
     pub fn of_nic(seen: &Seen, at: u64, bytes: Vec<u8>) -> Frame {
         let source = if seen.kernel { Source::Kernel } else { Source::Nic };
         Frame::new((at, source, seen.out), (seen.length, seen.interface), bytes)
     }
 
-    /// One that a device has shown, of which the first `most` bytes are wanted, or the headers.
+    /// A frame that a device has shown. Only its first `most` bytes are wanted, or its headers.
     pub fn of_device(seen: &DeviceFrame, bytes: &[u8], most: Option<u32>) -> Frame {
         let headers = || Glance::at(bytes, seen.length as usize).headers;
         let most = most.map_or_else(headers, |most| most as usize).min(bytes.len());
@@ -97,15 +97,15 @@ impl Frame {
 pub struct Merge {
     waiting: BTreeMap<(u64, u64), Frame>,
     count: u64,
-    /// Frames that a NIC has seen, and those of devices that came out: by their hash when, and at which device.
+    /// Frames of NICs, and frames of devices that came out: by their hash the time, and the device.
     seen: HashMap<u64, (u64, Option<u32>), Hashed>,
     order: VecDeque<(u64, u64)>,
-    /// The time of the last one that came out.
+    /// The time of the last frame that came out.
     last: u64,
 }
 
 impl Merge {
-    /// Adds a frame. One that is older than what has come out comes next.
+    /// Adds a frame. A frame that is older than the last one that came out comes out next.
     pub fn add(&mut self, frame: Frame) {
         if frame.source != Source::Device && frame.interface != LOOPBACK {
             self.note(frame.hash, frame.at, None);
@@ -141,7 +141,7 @@ impl Merge {
     fn is_twice(&mut self, frame: &Frame) -> bool {
         let known = self.seen.get(&frame.hash).copied();
         if frame.interface == LOOPBACK {
-            // What one end sends the other one receives, and the NIC may have both.
+            // One end sends a frame and the other receives it, and the NIC may have both ends.
             let twice = known.is_some();
             if !twice {
                 self.note(frame.hash, frame.at, Some(LOOPBACK));
@@ -216,7 +216,7 @@ mod tests {
         let mut merge = Merge::default();
         merge.add(of_device(10, 1, 3));
         merge.add(of_device(11, 2, 3));
-        // The NIC's come later, and are seen by the device once more when they are replayed.
+        // The NIC's frames come later, and the device sees them once more when they are replayed.
         merge.add(of_nic(12, 1, false));
         merge.add(of_device(13, 1, 3));
         assert_eq!(out(&mut merge, 50), [(11, Source::Device), (12, Source::Nic)]);

@@ -65,17 +65,17 @@ pub struct CaptureArguments {
     filter: Vec<String>,
 }
 
-/// Microseconds for which a frame waits for earlier ones of other sources, and for what the agent says of its
+/// Microseconds for which a frame waits for earlier frames of other sources, and for the agent's news of its
 /// connection.
 const HOLD: u64 = 400_000;
 
-/// Time between two looks at the rings.
+/// Time between two polls of the rings.
 const PERIOD: Duration = Duration::from_millis(5);
 
 /// Microseconds between two lines of progress, and after which a file has what was captured.
 const PROGRESS: u64 = 500_000;
 
-/// Most frames that are taken from one source before it is the others' turn.
+/// Most frames that are taken from one source before the other sources have their turn.
 const TURN: usize = 65_536;
 
 /// Microseconds for which the successor of an agent that has ended is waited for.
@@ -89,7 +89,7 @@ const LONGEST: usize = 1 << 18;
 
 const STOP: u64 = 0;
 
-/// Where frames come from.
+/// The sources of frames.
 struct Sources {
     tool: Tool,
     rings: Vec<Reader>,
@@ -122,7 +122,7 @@ impl CaptureArguments {
             None => return Ok((Output::Lines(buffered(Box::new(std::io::stdout()))), "the standard output".into())),
             Some(path) if path.as_os_str() == "-" => (Box::new(std::io::stdout()), "the standard output".into()),
             Some(path) => {
-                // What is captured is nobody else's business.
+                // Only this user may read the captured frames.
                 let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
                 (Box::new(file.with_context(|| format!("writing {}", path.display()))?), path.display().to_string())
             }
@@ -146,11 +146,11 @@ struct Capture<'a> {
     known: HashSet<Flow>,
     news: Receiver<News>,
     last_look: Sender<()>,
-    /// What is added to microseconds of the monotonic clock for nanoseconds since 1970.
+    /// The difference between nanoseconds since 1970 and the monotonic clock.
     clock: u64,
     /// Frames written: the NICs', and the kernel's.
     captured: [u64; 2],
-    /// What earlier agents' NICs and the kernel have dropped.
+    /// Frames that earlier agents' NICs and the kernel have dropped.
     dropped: (u64, u64),
     buffer: Vec<u8>,
 }
@@ -213,7 +213,7 @@ impl Capture<'_> {
         }
     }
 
-    /// Writes all that is there, with what the agent says of it now.
+    /// Writes all frames that are left, with the agent's present news of their connections.
     fn finish(&mut self, sources: &mut Sources) -> Result<()> {
         self.take(sources)?;
         // If the thread has ended, there is nothing to wait for.
@@ -235,7 +235,7 @@ impl Capture<'_> {
         let ends_at = self.arguments.seconds.map_or(u64::MAX, |seconds| monotonic_micros() + seconds * 1_000_000);
         let (mut tokens, mut shown) = (Vec::new(), monotonic_micros());
         loop {
-            // Looked at first: what the last agent's NICs have captured is there then.
+            // This is read first, so that the frames that the last agent's NICs have captured are in the rings by then.
             let ended = sources.tool.has_ended();
             let more = self.take(sources)?;
             if self.write(false)? {

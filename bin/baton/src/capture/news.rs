@@ -1,4 +1,4 @@
-//! What an agent says of its connections while frames are captured: which there are, and what happens to them.
+//! An agent's news of its connections while frames are captured: which connections there are, and their events.
 
 use super::merge::{Flow, flow};
 use crate::list::events::Event;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Time between two looks.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Connections whose events are looked at in turn, besides those that are new or have moved.
+/// Connections whose events are queried in turn at each look, besides connections that are new or have moved.
 const IN_TURN: usize = 128;
 
 /// What is new.
@@ -27,7 +27,7 @@ pub enum News {
     Last,
 }
 
-/// A connection, and what has happened to it so far.
+/// A connection, and its events so far.
 struct Known {
     serial: u64,
     moves: u32,
@@ -75,7 +75,7 @@ pub fn watch(socket: PathBuf) -> std::io::Result<(Receiver<News>, Sender<()>)> {
         let (mut tool, mut last) = (None, false);
         loop {
             let connected = tool.take().map_or_else(|| Tool::look(&socket, None), Ok);
-            // An agent that has ended has a successor soon, or who captures notices.
+            // An agent that has ended has a successor soon; if not, the capturing thread notices that.
             if let Ok(mut connected) = connected
                 && let Ok(news) = watcher.look(&mut connected)
             {
@@ -156,7 +156,7 @@ impl Watcher {
         for (key, events) in Event::by_connection(&told) {
             let Some(known) = self.known.get_mut(&key) else { continue };
             for Dated { text, between } in new_ones(&mut known.told, &events, (asked, answered), self.numbers) {
-                // What was before is of no packet that is captured.
+                // Earlier events belong to no packet that is captured.
                 if between.1 >= self.began {
                     let at = realtime.saturating_sub((answered - between.0.min(answered)) * 1000);
                     news.push(News::Happened(known.flow, at, format!("{}: {text}", known.ends)));

@@ -1,4 +1,4 @@
-//! What the kernel's connections have carried, by socket diagnosis: nothing of the program is touched.
+//! How much the kernel's connections have carried, by socket diagnosis: the program itself is not touched.
 
 use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{Netlink, Request, SOCK_DIAG, attributes};
@@ -20,7 +20,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// What was counted since then.
+    /// The difference to the earlier counters `then`.
     pub fn since(&self, then: &Counters) -> Counters {
         let less = |now: [u64; 2], then: [u64; 2]| [0, 1].map(|at| now[at].wrapping_sub(then[at]));
         // The kernel counts segments in 32 bits.

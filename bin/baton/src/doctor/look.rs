@@ -1,5 +1,6 @@
-//! A process that looks at a program's sockets one after the other. A program can hold up whoever asks its sockets for
-//! something, so this is a process of its own: the one that watches it ends it, and goes on without the socket.
+//! A process that looks at a program's sockets one after the other. A program can block any process that makes calls on
+//! its sockets. So this is a process of its own: if it is blocked, the process that watches it ends it and goes on
+//! without that socket.
 
 use super::subject::Subject;
 use anyhow::{Context, Result};
@@ -64,7 +65,7 @@ pub enum Line {
     Stays(u64, String),
     /// The descriptors of this process cannot be had: why.
     Closed(u32, String),
-    /// Everything has been looked at once more.
+    /// All sockets have been looked at once more.
     Round,
 }
 
@@ -81,7 +82,7 @@ impl Subject {
     }
 }
 
-/// Prints what it finds until nobody reads it.
+/// Prints its findings until the reader of the output has ended.
 ///
 /// # Errors
 /// If nobody reads, or the network namespace of the program cannot be entered.
@@ -109,7 +110,7 @@ pub fn run(arguments: &LookArguments) -> Result<()> {
                 holders.entry(inode).or_default().push((*one, number));
             }
         }
-        // This is what each look costs; a socket is looked at once.
+        // A look at a socket costs time, so each socket is looked at only once.
         let took = since(began);
         holders.retain(|inode, _| known.len() < MOST && known.insert(*inode));
         say(&Line::New(holders.len()))?;

@@ -1,4 +1,4 @@
-//! What is watched: a process and what it starts, a unit, or who listens at a port.
+//! The subject that is watched: a process and its descendants, a unit, or the processes that listen at a port.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::{process, reading};
@@ -11,7 +11,7 @@ const MOST: usize = 4096;
 /// Time in which a process's descriptors are read.
 const GLANCE: Duration = Duration::from_millis(200);
 
-/// What is watched.
+/// The subject that is watched.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Subject {
     /// These processes and what they start.

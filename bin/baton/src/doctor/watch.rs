@@ -18,13 +18,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Duration;
 
-/// How long one socket may hold up who looks at it.
+/// How long one socket may block the process that looks at it.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Time in which a process's times are read.
 const GLANCE: Duration = Duration::from_millis(100);
-/// Most sockets that may hold up somebody: each leaves a process behind until the program lets go.
+/// Most sockets that may block a looking process: each leaves such a process behind until the program releases it.
 const MOST_HELD: usize = 4;
-/// Pause between two looks at what has come in.
+/// Pause between two checks for new findings.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Why no saving is predicted.
@@ -61,7 +61,7 @@ pub struct Found {
     /// Connections that were there while it watched.
     connections: usize,
     would_move: usize,
-    /// Of these, those whose sockets are in blocking mode, which an attacher leaves in the kernel.
+    /// How many of these have sockets in blocking mode, which an attacher leaves in the kernel.
     blocking: usize,
     /// By reason.
     would_stay: BTreeMap<String, usize>,
@@ -96,7 +96,7 @@ pub struct Watch<'a> {
 struct Looker {
     child: Child,
     lines: Receiver<Line>,
-    /// The socket that it looks at, and since when, in microseconds of the monotonic clock.
+    /// The socket that the process looks at now, and since when, in microseconds of the monotonic clock.
     at: Option<(u64, u64)>,
 }
 
@@ -126,13 +126,13 @@ impl Looker {
 
     fn end(&mut self) {
         let _ = self.child.kill();
-        // One that a program holds up ends when it lets go.
+        // A process that is blocked by a program ends when the program releases it.
         let _ = self.child.try_wait();
     }
 }
 
 impl Looker {
-    /// Whether it only waits for a processor, which it gets when nobody else wants it.
+    /// Whether the process only waits for a processor, which it gets when no other process wants it.
     fn wants_processor(&self) -> bool {
         matches!(tasks::activity(self.child.id(), self.child.id()), tasks::Activity::Runs)
     }
@@ -239,7 +239,7 @@ fn predict(
     }
 }
 
-/// What is known of a connection.
+/// The findings on a connection.
 enum State {
     Moves { blocking: bool },
     Stays(String),
@@ -268,14 +268,14 @@ fn observe(
     found: &mut Found,
     states: &mut BTreeMap<u64, State>,
 ) -> Result<()> {
-    // Before the other process starts, which is to leave Ctrl-C to this one.
+    // This comes before the other process starts, which has to leave Ctrl-C to this one.
     let signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGTERM])?;
     let poller = Poller::new()?;
     poller.add(signals.as_fd(), 0, Trigger::Readable)?;
     let (mut skip, mut events) = (Vec::new(), Vec::new());
     let mut looker = Looker::start(watch, &skip, without_rules)?;
     let (limit, mut rounds) = (Duration::from_secs(u64::from(watch.seconds)), 0u64);
-    // Sockets that were found, and are still to be looked at; and those that were closed before.
+    // Numbers of sockets that were found and are still to be looked at, and of sockets that were closed before a look.
     let (mut ahead, mut gone) = (0usize, 0usize);
     let shows = std::io::stderr().is_terminal() && !watch.json;
     while (since(began) < limit || rounds == 0 && since(began) < limit + PATIENCE * 2) && !found.interrupted {
@@ -326,7 +326,7 @@ fn observe(
                 found.notes.push("several sockets do not answer: the others were not looked at".into());
                 break;
             }
-            // What is known already need not be looked at again.
+            // Sockets that are known already need not be looked at again.
             let all: Vec<u64> = skip.iter().chain(states.keys()).copied().collect();
             looker = Looker::start(watch, &all, without_rules)?;
         }

@@ -73,7 +73,7 @@ pub fn table(columns: &[Column], rows: &[Vec<String>], width: Option<usize>) -> 
         .collect()
 }
 
-/// Shortens columns from the right until a line fits, then leaves out what may be.
+/// Shortens columns from the right until a line fits, and then leaves out columns that may be left out.
 fn fit(columns: &[Column], widths: &mut [usize], shown: &mut Vec<usize>, width: usize) {
     let total = |widths: &[usize], shown: &[usize]| {
         shown.iter().map(|&at| widths[at]).sum::<usize>() + GAP * shown.len().saturating_sub(1)

@@ -1,4 +1,4 @@
-//! What has happened to a connection, in words and as JSON.
+//! A connection's events, in words and as JSON.
 
 use super::columns::duration;
 use baton_protocol::events::{Happened, Told, What};
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!((&json[4]["times"], &json[4]["reason"]), (&3.into(), &"the NIC has no room for it".into()));
     }
 
-    /// Whatever an agent says.
+    /// Sizes are bounded whatever an agent answers.
     #[test]
     fn sizes_are_bounded() {
         assert_eq!(

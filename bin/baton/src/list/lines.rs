@@ -142,7 +142,7 @@ fn wrapped(line: &str, width: Option<usize>) -> Vec<String> {
     lines
 }
 
-/// What is said of a program without Baton, or of one that has connections without.
+/// The text on a program that runs without Baton, or has connections without Baton.
 pub fn withdrawn(one: &Withdrawn) -> String {
     let Withdrawn { process, program, reason, connections, .. } = one;
     match connections {

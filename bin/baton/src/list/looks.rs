@@ -1,4 +1,4 @@
-//! Looks at the connections of all Batons that are meant, time after time. What does not answer is named.
+//! Looks at the connections of all selected Batons, again and again. Agents that do not answer are named.
 
 use super::events::Event;
 use super::row::{Baton, Key, Row};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, ScopedJoinHandle};
 
-/// Agents that are looked at at the same time.
+/// Most agents that are looked at at the same time.
 const LOOKS: usize = 64;
 
 /// What an agent has.
@@ -51,7 +51,7 @@ impl Names {
     }
 }
 
-/// Looks at an agent once. `events`: also at what has happened to its connections.
+/// Looks at an agent once. `events`: also at its connections' events.
 fn look(number: usize, socket: &Path, process: Option<u32>, events: bool) -> Result<Seen> {
     let mut tool = Tool::look(socket, process)?;
     let (list, at, statistics) = (tool.connections()?, monotonic_micros(), tool.statistics()?);
@@ -158,7 +158,7 @@ pub struct Watch {
     search_at: u64,
     /// Batons found so far.
     found: usize,
-    /// Processes that call themselves agents, and do not let anybody look.
+    /// Processes that call themselves agents, but cannot be inspected.
     silent: Vec<u32>,
 }
 
@@ -204,8 +204,8 @@ impl Watch {
         self.each(Watched::look);
     }
 
-    /// Does something with all of them, many at a time. What goes wrong with one is a trouble of that one: whoever
-    /// looks goes on with the others.
+    /// Calls `act` for all of them, many at a time. A failure with one Baton is a trouble of that Baton only: the look
+    /// goes on with the others.
     fn each(&mut self, act: impl Fn(&mut Watched) + Sync) {
         let act = |baton: &mut Watched| {
             // What is left of it then is dropped.
@@ -302,7 +302,7 @@ impl Watched {
         }
     }
 
-    /// Notes that nothing is known of it, and why.
+    /// Notes that the agent gives no information, and why.
     fn lose(&mut self, why: &str) {
         (self.tool, self.statistics) = (None, None);
         self.rows.clear();
@@ -328,7 +328,7 @@ impl Watched {
             }
             self.rows.insert(key, row);
         }
-        // The others' details in turn, for who sorts by them.
+        // The details of the other connections are queried in turn, since lists may be sorted by them.
         let turn = if self.turn < loads.len() { self.turn } else { 0 };
         self.turn = loads.len().min(turn + IN_TURN);
         let next: Vec<_> = loads[turn..self.turn].iter().map(|load| (load.session, load.connection)).collect();
@@ -337,7 +337,7 @@ impl Watched {
         Ok(())
     }
 
-    /// Takes what is new of connections that are known, and forgets those that have ended. Returns the others.
+    /// Updates known connections, and forgets those that have ended. Returns the connections that are not known yet.
     fn take(&mut self, loads: &[Load], now: u64) -> Vec<(u32, u32)> {
         let mut unknown = Vec::new();
         for load in loads {

@@ -33,7 +33,7 @@ pub struct Row {
     pub baton: usize,
     /// Tells it from a later connection of the same number; 0 if that is not known.
     pub serial: u64,
-    /// What the agent says of it.
+    /// The agent's information on the connection.
     pub info: ConnectionInfo,
     /// Name of its process.
     pub name: String,
@@ -43,9 +43,10 @@ pub struct Row {
     pub peer: Option<SocketAddr>,
     /// Since the look before the last one.
     pub rate: Option<Rate>,
-    /// What has happened to it, if that was asked for.
+    /// The connection's events, if they were asked for.
     pub events: Vec<Event>,
-    /// Time of the last look at what it had carried, microseconds of the monotonic clock, and that.
+    /// The time of the last look in microseconds of the monotonic clock, and the bytes that the connection had carried
+    /// then.
     seen: Option<(u64, (u64, u64))>,
 }
 
@@ -61,7 +62,7 @@ impl Row {
         (self.baton, self.info.session, self.info.connection)
     }
 
-    /// Notes what it has carried at `now`, microseconds of the monotonic clock.
+    /// Notes how many bytes the connection has carried at `now`, in microseconds of the monotonic clock.
     pub fn note(&mut self, now: u64, carried: Option<(u64, u64)>) {
         let Some(carried) = carried else { return };
         if let Some((before, last)) = self.seen.filter(|(before, _)| *before < now) {
@@ -93,7 +94,7 @@ impl Row {
         self.note(now, load.carried);
     }
 
-    /// Takes what a newer list says, and keeps the rates.
+    /// Takes the information of a newer list, and keeps the rates.
     pub fn renew(&mut self, info: ConnectionInfo) {
         self.info = info;
     }

@@ -151,7 +151,7 @@ fn encode(metric: &mut MetricEncoder, kind: Kind, value: &Value) -> Result<(), f
     }
 }
 
-/// What one agent said, or that it did not answer.
+/// The answer of one agent, or that it did not answer.
 #[derive(Clone, Debug)]
 pub struct Baton {
     /// Where it listens.
@@ -160,7 +160,7 @@ pub struct Baton {
     pub answer: Option<(Statistics, Vec<ProgramCounts>)>,
 }
 
-/// What the exporter says of itself.
+/// Metrics of the exporter itself.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Own {
     /// How long the look took, seconds.
@@ -310,8 +310,8 @@ const BY_CAUSE: [(&str, &str, Reasons); 3] = [
     ("program_losses", "Connections that were lost in a move, by cause.", |of| &of.lost),
 ];
 
-/// What was found, as families. What is of several users together is nobody's own: `only` is the user whose programs
-/// are listed, or None for all.
+/// What was found, as families. `only` is the user whose programs are listed, or None for all. Sums over several users
+/// belong to no single user.
 pub fn families(batons: &[Baton], own: Own, only: Option<u32>) -> Vec<Family> {
     let name = |baton: &Baton| ("baton", baton.socket.to_string_lossy().into_owned());
     let up = |baton: &Baton| (vec![name(baton)], Value::Number(baton.answer.is_some().into()));

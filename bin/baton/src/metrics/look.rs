@@ -1,4 +1,4 @@
-//! Looks at all Batons that are meant, whenever somebody asks, and at most once a second.
+//! Looks at all selected Batons when a client asks, but at most once a second.
 
 use super::families::{Baton, Family, Own, families};
 use crate::list::looks::ask_each;
@@ -31,7 +31,7 @@ pub struct Looker {
     seen: Option<Seen>,
 }
 
-/// What a look has found.
+/// The result of a look.
 struct Seen {
     at: u64,
     batons: Vec<Baton>,
@@ -58,7 +58,7 @@ impl Looker {
         }
     }
 
-    /// What the last look has found.
+    /// The result of the last look, as metric families.
     pub fn families(&self, own: Own) -> Vec<Family> {
         let only = Some(process::user()).filter(|user| *user != 0);
         match &self.seen {

@@ -24,7 +24,7 @@ pub struct Request {
     pub host: Option<String>,
 }
 
-/// What has come of a client.
+/// What has been received from a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Received {
     /// The request is not whole yet.
@@ -68,7 +68,7 @@ fn values(headers: &[Header<'_>], name: &str) -> Vec<String> {
     named.map(|header| String::from_utf8_lossy(header.value).into_owned()).collect()
 }
 
-/// What is answered. Each answer ends its connection.
+/// The answer to a request. Each answer ends its connection.
 pub struct Answer {
     /// Number and text of the status line.
     pub status: &'static str,

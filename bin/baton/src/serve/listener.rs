@@ -52,7 +52,8 @@ pub enum Stream {
     Tcp(TcpStream),
 }
 
-/// Removes what a process has left that was killed. What somebody listens at, or is no socket, stays.
+/// Removes a socket that a killed process has left. A socket at which a process listens, or anything that is no socket,
+/// stays.
 fn clear(path: &Path) -> Result<()> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
@@ -253,7 +254,7 @@ mod tests {
         assert!(error(&taken.local_addr().expect("its address").to_string()).contains("ss -ltnp"));
     }
 
-    /// On loopback a client is as good as this process; at a Unix socket it is who it is.
+    /// On loopback a client counts as this process's user; at a Unix socket it has its own user.
     #[test]
     fn clients_have_users() {
         let (one, _other) = UnixStream::pair().expect("a pair");

@@ -30,7 +30,7 @@ const LISTENER: u64 = 0;
 const SIGNALS: u64 = 1;
 const CLIENTS: u64 = 2;
 
-/// What a client is at.
+/// The state of a client.
 enum State {
     /// Sends its request.
     Asks(Vec<u8>),
@@ -141,7 +141,7 @@ impl<S: Site> Server<S> {
         Ok(())
     }
 
-    /// Cuts a client off for another one, of this user, if there is one already.
+    /// Cuts a client off to make room for a newcomer, whose user is given if it is known already.
     fn make_room(&mut self, newcomer: Option<Option<u32>>) {
         let users = self.clients.iter().map(|(token, client)| (*token, client.user));
         if let Some(token) = makes_room(users, newcomer) {
@@ -209,7 +209,7 @@ fn makes_room(mut clients: impl Iterator<Item = (u64, Option<u32>)> + Clone, new
     clients.find(|(_, user)| counts.get(user) == Some(most)).map(|(token, _)| token)
 }
 
-/// What has come of going on with a client.
+/// The result of serving a client once more.
 enum Step {
     Waits,
     Asked(Received),

@@ -1,11 +1,11 @@
-//! What `baton top` shows, and what keys do to it. Without I/O.
+//! The state that `baton top` shows, and the effects of keys on it. Without I/O.
 
 use super::panels::Panels;
 use crate::list::expression::Expression;
 use crate::list::row::{Key, Row, Sort};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
-/// What is to be done after a key.
+/// What the caller has to do after a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
     /// Draw again.
@@ -58,9 +58,9 @@ pub struct App {
     pub page: Vec<Row>,
     /// Of all connections and NICs.
     pub panels: Panels,
-    /// What does not answer.
+    /// Agents that do not answer.
     pub troubles: Vec<String>,
-    /// What became of the last move.
+    /// The result of the last move.
     pub message: Option<String>,
 }
 
@@ -91,7 +91,7 @@ impl App {
         let before = self.place();
         self.order = rows.iter().map(|row| row.key()).collect();
         if self.selected.is_none_or(|selected| !self.order.contains(&selected)) {
-            // The one that has come to its place.
+            // The connection that has moved up to its place.
             self.selected = self.order.get(before.min(self.order.len().saturating_sub(1))).copied();
         }
         self.scroll(length);
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!((app.selected, app.offset), (Some((0, 0, 0)), 0));
         press(&mut app, "jjjjjjjjjjjj");
         assert_eq!((app.selected, app.offset), (Some((0, 0, 12)), 3));
-        // It ends: the next one has its place.
+        // The selected connection ends: the next one is selected in its place.
         rows.remove(12);
         app.arrange(rows.iter(), 10);
         assert_eq!((app.selected, app.visible(10).len()), (Some((0, 0, 13)), 10));

@@ -54,7 +54,7 @@ pub struct TopArguments {
 /// Time between two looks, microseconds.
 const PERIOD: u64 = 1_000_000;
 
-/// What happens.
+/// An event for the main loop.
 enum Happened {
     /// At the terminal.
     Input(Event),
@@ -112,7 +112,7 @@ fn end_on_signals(sender: Sender<Happened>) -> Result<()> {
     Ok(())
 }
 
-/// A thread reads what is typed.
+/// Starts a thread that reads the keys.
 fn read_input(sender: Sender<Happened>) {
     std::thread::spawn(move || {
         loop {
