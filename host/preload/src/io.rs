@@ -1,7 +1,6 @@
 //! Receiving and sending on a socket that may be on the NIC.
 //!
-//! Calls for one buffer try the fast path first ([`crate::at_once`]). The functions here also wait, if the program's
-//! call would wait.
+//! Calls for one buffer try the fast path first ([`crate::at_once`]). These functions also wait where the call would.
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
@@ -432,9 +431,8 @@ fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
 }
 
-/// Waits until a move has ended. If another thread is closing the connection, or the NIC has to read commands first, it
-/// waits a little and the caller tries again: the other thread may need this one's processor, and the NIC may have
-/// ended.
+/// Waits until a move has ended, or a little if another thread closes the connection or the command ring is full: that
+/// thread may need this one's processor, and the NIC may have ended.
 #[cold]
 pub(crate) fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
     let _ = tcp.settled_owner() == Some(Owner::Nic) && tcp.has_ended_just_now();
@@ -681,8 +679,7 @@ unsafe fn receive_imported(
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun, mut rounds) = (0, None, tcp.generation(), section.begun, 0);
     let is_further = matches!(call, Call::Further);
-    // `over`: the error by which a wait has ended, a time-out or a signal. A last attempt, with MSG_DONTWAIT, then
-    // receives what is there.
+    // `over`: the error that ended a wait. A last attempt, with MSG_DONTWAIT, then receives what is there.
     let (mut flags, mut over) = (flags, None);
     loop {
         let is_left = tcp.is_left(generation);
@@ -841,8 +838,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         if received > 0 && only_error(received) {
             break;
         }
-        // The bytes are consumed only when all vectors are filled: if a copy fails, the program loses nothing, as in
-        // the kernel.
+        // The bytes are consumed only when all vectors are filled: if a copy fails nothing is lost, as in the kernel.
         let result = if flags & libc::MSG_TRUNC != 0 {
             session.shared.available(connection, token(), received as u32, vector.iov_len)
         } else {
@@ -865,8 +861,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     }
     if !peek && received > 0 {
         if session.shared.consume(connection, token(), received as u32).is_err() {
-            // The NIC has to be told what was read, and the command ring is full. EAGAIN would be wrong here, since no
-            // edge would follow.
+            // The NIC has to be told what was read, and the command ring is full. No edge would follow EAGAIN.
             return Attempt::Moving;
         }
         tcp.took(received);

@@ -220,7 +220,7 @@ mod tests {
             (tokens, began.elapsed() >= limit)
         };
         const LONG: Duration = Duration::from_secs(60);
-        // Waits for the time-out that is tested: no event comes, however long it takes.
+        // Waits: for the time-out that is tested; no event comes, however long it takes.
         assert_eq!(wait(Duration::from_millis(2)), (vec![], true));
         for (bell, tokens) in bells.iter().zip([vec![7], vec![], vec![]]) {
             bell.ring();

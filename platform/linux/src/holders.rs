@@ -323,7 +323,7 @@ mod tests {
     /// matters only if it may have inherited the socket.
     #[test]
     fn a_process_that_holds_up_its_reader_is_unknown_alone() {
-        // Blocks the reader: no value ever comes. The other processes have to be read meanwhile.
+        // Waits: the reader is blocked, and no value ever comes. The other processes have to be read meanwhile.
         let glance = Duration::from_millis(500);
         let heirs = Search {
             list: || vec![(PROGRAM, 1), (STUCK, 1), (HOLDER, 1)],
