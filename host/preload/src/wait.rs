@@ -233,7 +233,7 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     let state = session.shared.readiness(connection, thread::token());
     match want {
         // More than a part of the receive memory might never be there: the window stops short of it.
-        Want::Receive(count) => state.unread >= count.min(state.receive_memory / 4) || state.fin || state.ended.is_some(),
+        Want::Receive(count) => state.unread >= count.min(state.receive_memory / 4).max(1) || state.fin || state.ended.is_some(),
         Want::More(count) => state.unread >= count || state.fin || state.ended.is_some(),
         Want::Send => {
             let has_room = state.is_writable() && session.shared.takes(connection, thread::token());
