@@ -50,17 +50,19 @@ fn leave(memory: &Region, numbers: &[u32]) {
     }
 }
 
-/// Notes of a connection that other processes have its socket, so that it does not move before the agent has looked for
-/// them. Returns false, and notes nothing, if the kernel does not have it, or a thread is inside an operation on it.
-/// Takes no lock and no memory.
-pub(crate) fn mark_in_kernel(shared: &Shared, number: u32, token: Token) -> bool {
-    let memory = shared.memory();
-    let marked = hold(memory, number, token);
-    if marked {
-        mark(memory, number);
-        leave(memory, &[number]);
+/// Notes of a connection that another process, which is there, has its socket, so that it does not move before the
+/// agent has looked for such processes. Returns false if the kernel does not have it. Takes no lock and no memory, and
+/// begins no operation: the process may be killed.
+pub(crate) fn mark_in_kernel(memory: &Region, number: u32) -> bool {
+    let is_there = || owner(memory, number) == Owner::Kernel;
+    if !is_there() {
+        return false;
     }
-    marked
+    mark(memory, number);
+    // The agent, to move a connection, sets its owner first and then looks at the mark: it sees this one, or its move
+    // is seen here.
+    fence(Ordering::SeqCst);
+    is_there()
 }
 
 fn hold(memory: &Region, number: u32, token: Token) -> bool {
@@ -151,6 +153,25 @@ mod tests {
         drop(hold);
         assert!(is_marked(&memory, 3) && busy() == 0);
         assert!([2, 4].iter().all(|other| !is_marked(&memory, *other) && word(&memory, *other, block::BUSY).load(RELAXED) == 0));
+    }
+
+    /// A child of vfork marks what is in the kernel, also while its parent is inside an operation, and is inside none
+    /// itself.
+    #[test]
+    fn a_child_marks_and_holds_nothing() {
+        let memory = memory();
+        let set = |field, value| word(&memory, 3, field).store(value, RELAXED);
+        for owner in [Owner::Nobody, Owner::Nic, Owner::Moving] {
+            set(block::OWNER, owner as u32);
+            assert!(!mark_in_kernel(&memory, 3) && !is_marked(&memory, 3));
+        }
+        set(block::OWNER, Owner::Kernel as u32);
+        for busy in [0, 8] {
+            set(block::BUSY, busy);
+            set(block::FLAGS, 0);
+            assert!(mark_in_kernel(&memory, 3) && is_marked(&memory, 3));
+            assert_eq!(word(&memory, 3, block::BUSY).load(RELAXED), busy);
+        }
     }
 
     /// The agent begins to search for other processes after a connection is held and before the child exists: that

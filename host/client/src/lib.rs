@@ -28,7 +28,7 @@ pub use baton_shm::{address_space, guarded, keep_unlocked};
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;
-pub use inherited::inherit;
+pub use inherited::Child;
 pub use kernel_hold::{KernelHold, is_in_kernel};
 pub use session::{ConnectionId, Session};
 pub use shared::{

@@ -27,7 +27,8 @@
 //! ([`Section::enter`]), and what it does changes nothing of what is known of its parent. What it needs of this library
 //! is that a connection which it passes on to the program that it executes is in the kernel then, and that the
 //! environment of that program is right ([`starts`]). It may be killed at any time, and its parent may end while it is
-//! there: so it takes no lock, and waits for no thread ([`baton_client::inherit`]).
+//! there: so it takes no lock, and waits for no thread ([`baton_client::Child`]). UDP sockets that it passes on are
+//! given to the kernel by its parent, once it has executed its program ([`udp::give_back_passed`]).
 
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
@@ -276,19 +277,24 @@ fn may_be_duplicated(fd: c_int) -> bool {
     duplicated(fd).is_some_and(|(word, bit)| word.load(Ordering::SeqCst) & bit != 0)
 }
 
-/// The tracked sockets that a program inherits, each with a descriptor: those without FD_CLOEXEC, and those that an
-/// action duplicates, where it is started `with_actions`.
+/// The tracked sockets that a program inherits, each with a descriptor ([`is_inherited`]).
 pub(crate) fn stay_open(with_actions: bool) -> impl Iterator<Item = (c_int, &'static Tcp)> {
     table::known(0, u32::MAX).filter_map(move |(fd, file)| match file {
-        table::File::Tcp(tcp) if with_actions && may_be_duplicated(fd) || stays_open_over_exec(fd) => Some((fd, tcp)),
+        table::File::Tcp(tcp) if is_inherited(fd, with_actions) => Some((fd, tcp)),
         _ => None,
     })
 }
 
-/// Whether a program that is executed has this descriptor.
-pub(crate) fn stays_open_over_exec(fd: c_int) -> bool {
+/// Whether a program that is executed has this descriptor: it has no FD_CLOEXEC, or an action duplicates it, where the
+/// program is started `with_actions`.
+pub(crate) fn is_inherited(fd: c_int, with_actions: bool) -> bool {
     // SAFETY: F_GETFD takes no pointer.
-    (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0
+    with_actions && may_be_duplicated(fd) || (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0
+}
+
+/// Whether sockets have ever been tracked.
+fn has_sockets() -> bool {
+    table::end() > 0 || udp::end() > 0
 }
 
 /// Connections that a new process inherits, restored several at a time. Until this is dropped they stay: the agent
@@ -297,6 +303,9 @@ pub(crate) struct Passed(Vec<&'static Tcp>);
 
 impl Passed {
     pub fn begin(with_actions: bool) -> Passed {
+        if is_child_of_vfork() {
+            restore_inherited(with_actions);
+        }
         let Some(_section) = Section::enter() else { return Passed(Vec::new()) };
         let errno = thread::errno();
         let passed: Vec<&'static Tcp> = stay_open(with_actions).map(|(_, tcp)| tcp).collect();
@@ -304,12 +313,10 @@ impl Passed {
             Some(session) => tcp::give_each_back(session, &passed, tcp::START, Until::Never),
             None => passed.iter().for_each(|tcp| tcp.give_back(tcp::START, Until::Never)),
         }
+        udp::give_back_inherited(with_actions);
         if process::is_mine() && with_actions {
-            // A datagram socket can be among what they pass on, and so can a set.
-            udp::give_everything_back();
+            // A set can be among what they pass on.
             epoll::settle();
-        } else {
-            udp::give_back_inherited();
         }
         thread::set_errno(errno);
         Passed(passed)
@@ -335,12 +342,17 @@ impl Drop for Passed {
 pub(crate) struct Start {
     with_actions: bool,
     passed: Option<Passed>,
-    /// The process that has begun it. A handler may fork meanwhile.
+    /// The process that has begun it. A handler may fork meanwhile. 0 in a child that has its parent's memory, where
+    /// nothing may be counted: it may be killed.
     owner: u32,
 }
 
 impl Start {
     pub fn begin(with_actions: bool) -> Start {
+        if !sections::is_withdrawn() && has_sockets() && process::is_borrowed() {
+            restore_inherited(with_actions);
+            return Start { with_actions, passed: None, owner: 0 };
+        }
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
         Start { with_actions, passed: Some(Passed::begin(with_actions)), owner: process::owner() }
     }
@@ -378,8 +390,8 @@ pub(crate) fn restore_for_child(fd: c_int, file: Option<table::File>) {
     thread::set_errno(errno);
 }
 
-/// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
-pub(crate) fn restore_inherited() {
+/// Restores connections whose descriptors another program would inherit ([`is_inherited`]).
+pub(crate) fn restore_inherited(with_actions: bool) {
     let is_child = is_child_of_vfork();
     // As in `restore_for_child`.
     let section = if is_child { None } else { Section::enter() };
@@ -387,14 +399,14 @@ pub(crate) fn restore_inherited() {
         return;
     }
     let errno = thread::errno();
-    for (fd, tcp) in stay_open(false) {
+    for (fd, tcp) in stay_open(with_actions) {
         match is_child {
             false => tcp.give_back(EXEC, Until::Alone),
             true if tcp::is_tcp(fd) => tcp.share_with_child(fd),
             true => {}
         }
     }
-    udp::give_back_inherited();
+    udp::give_back_inherited(with_actions);
     thread::set_errno(errno);
 }
 
@@ -403,12 +415,7 @@ pub(crate) fn restore_inherited() {
 /// back.
 pub(crate) fn before_exec() -> Option<Start> {
     // Then no system call of this library's may be made, which a filter that it does not know may forbid.
-    if sections::is_withdrawn() || table::end() == 0 && udp::end() == 0 {
-        return None;
-    }
-    // What a child that has its parent's memory counts would stay counted.
-    if is_child_of_vfork() || process::is_borrowed() {
-        restore_inherited();
+    if sections::is_withdrawn() || !has_sockets() {
         return None;
     }
     Some(Start::begin(false))
@@ -425,6 +432,8 @@ pub(crate) fn is_child_of_vfork() -> bool {
 pub(crate) struct Vfork {
     /// None in a child of another one.
     start: Option<Start>,
+    /// Until when the child waits for agents ([`baton_client::Child`]).
+    until: AtomicU64,
     /// How many others are under way in this thread's memory, and the last one of them.
     others: u32,
     last: *mut Vfork,
@@ -433,9 +442,9 @@ pub(crate) struct Vfork {
 /// Prepares for a child that the calling thread is about to make by vfork(2), which has its memory.
 pub(crate) extern "C-unwind" fn before_vfork() {
     let here = whole::here();
-    let start = before_exec();
+    let (start, until) = (before_exec().filter(|start| start.owner > 0), AtomicU64::new(0));
     let (others, last) = (here.vforks.load(Ordering::Relaxed), here.vfork.load(Ordering::Relaxed));
-    here.vfork.store(Box::into_raw(Box::new(Vfork { start, others, last })), Ordering::Relaxed);
+    here.vfork.store(Box::into_raw(Box::new(Vfork { start, until, others, last })), Ordering::Relaxed);
     here.vforks.store(others + 1, Ordering::Relaxed);
     table::forbid_fast();
 }
@@ -450,10 +459,20 @@ pub(crate) extern "C-unwind" fn after_vfork() {
     }
     // SAFETY: `before_vfork` has put it there, in this thread or, where that has died, in a child of it; nobody else
     // takes it out.
-    let Vfork { start, others, last } = *unsafe { Box::from_raw(vfork) };
+    let Vfork { start, others, last, .. } = *unsafe { Box::from_raw(vfork) };
     here.vfork.store(last, Ordering::Relaxed);
     table::allow_fast(here.vforks.swap(others, Ordering::Relaxed).saturating_sub(others));
+    if start.is_some() {
+        udp::give_back_passed();
+    }
     drop(start);
+}
+
+/// What the calling child of vfork(2) asks agents with.
+pub(crate) fn child() -> Option<baton_client::Child<'static>> {
+    // SAFETY: `before_vfork` has put it there, and it stays until the child is gone.
+    let vfork = unsafe { whole::here().vfork.load(Ordering::Relaxed).as_ref() }?;
+    Some(baton_client::Child { agent: &process::plan()?.run().socket, until: &vfork.until })
 }
 
 /// Forgets what its parent's thread was about to do, in a child.

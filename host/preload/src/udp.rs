@@ -33,6 +33,10 @@ static POOL: ShortLock<Vec<&'static Udp>> = ShortLock::new(Vec::new());
 /// Descriptors of doorbells.
 static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
+/// Whether there are sockets that a child of vfork(2) uses, or passes on to the program that it executes. Giving one to
+/// the kernel takes locks, which the child may not: its parent does it when the child has executed its program.
+static PASSED: AtomicBool = AtomicBool::new(false);
+
 /// One more than the highest descriptor ever tracked.
 static END: AtomicU32 = AtomicU32::new(0);
 
@@ -75,6 +79,8 @@ pub(crate) struct Udp {
     v6: AtomicBool,
     descriptors: AtomicU32,
     negative: Negative,
+    /// A child of vfork(2) uses it, or passes it on ([`PASSED`]).
+    passed: AtomicBool,
     /// The sets that watch it: the set, and the program's event.
     sets: Mutex<Vec<(c_int, epoll_event)>>,
 }
@@ -92,13 +98,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The UDP socket behind a descriptor. In a child of vfork(2) the socket is restored and this returns None, as in
-/// [`crate::table`].
+/// The UDP socket behind a descriptor. In a child of vfork(2) it is noted that the child uses it, and this returns
+/// None.
 #[inline]
 pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
     let found = entry(fd)?;
     if forks::is_child_of_vfork() {
-        found.leave_to_child(fd);
+        found.note_passed(fd);
         return None;
     }
     Some(found)
@@ -146,6 +152,7 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
         let udp = unused().unwrap_or_else(|| Box::leak(Box::default()));
         udp.again.reset();
         udp.negative.clear();
+        udp.passed.store(false, Ordering::Relaxed);
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
         put(fd, Some(udp));
@@ -203,15 +210,19 @@ pub(crate) fn give_back(fd: c_int) {
     }
 }
 
-/// As [`give_back`], for the sockets that an executed program inherits: those whose descriptors have no FD_CLOEXEC.
-pub(crate) fn give_back_inherited() {
-    if table::is_wiped() || !process::is_mine() && !forks::is_child_of_vfork() {
+/// As [`give_back`], for the sockets that an executed program inherits ([`forks::is_inherited`]). In a child of
+/// vfork(2) they are noted.
+pub(crate) fn give_back_inherited(with_actions: bool) {
+    let is_child = forks::is_child_of_vfork();
+    if table::is_wiped() || !process::is_mine() && !is_child {
         // They are its parent's.
         return;
     }
     for (fd, udp) in all().filter(|(_, udp)| udp.is_taken.load(Ordering::Acquire)) {
-        if forks::stays_open_over_exec(fd) {
-            udp.leave(true);
+        match forks::is_inherited(fd, with_actions) {
+            true if is_child => udp.note_passed(fd),
+            true => udp.leave(true),
+            false => {}
         }
     }
 }
@@ -219,6 +230,16 @@ pub(crate) fn give_back_inherited() {
 /// Gives all sockets to the kernel for good, with what is unread.
 pub(crate) fn give_everything_back() {
     all().for_each(|(_, udp)| udp.leave(true));
+}
+
+/// Gives the sockets to the kernel that a child of vfork(2) has used or passed on, in its parent.
+pub(crate) fn give_back_passed() {
+    let section = if PASSED.load(Ordering::Relaxed) { Section::enter() } else { None };
+    if section.is_none() || table::is_wiped() || !process::is_mine() {
+        return;
+    }
+    PASSED.store(false, Ordering::Relaxed);
+    all().filter(|(_, udp)| udp.passed.swap(false, Ordering::Relaxed)).for_each(|(_, udp)| udp.leave(true));
 }
 
 /// Records that the session has ended: the kernel alone serves the sockets until there is another session.
@@ -389,24 +410,20 @@ impl Udp {
                 taken.datagrams.end(&taken.session.shared, replay);
             }
         }
-        // A child of vfork(2) would close its own copies of the descriptors. The parent closes its own when it closes
-        // the socket.
-        if !forks::is_child_of_vfork() {
-            // Not waited for: a thread that has the lock may be asking the agent for the socket. It will see that the
-            // socket was given up.
-            let taken = if was_taken { Some(locked(&self.taken)) } else { self.taken.try_lock().ok() };
-            drop_rings(taken.and_then(|mut taken| taken.take()));
-        }
+        // Not waited for: a thread that has the lock may be asking the agent for the socket. It will see that the
+        // socket was given up.
+        let taken = if was_taken { Some(locked(&self.taken)) } else { self.taken.try_lock().ok() };
+        drop_rings(taken.and_then(|mut taken| taken.take()));
         thread::set_errno(errno);
     }
 
-    /// Gives the socket to the kernel for good, with its unread datagrams, since a child of vfork(2) uses it; unless
-    /// this descriptor is another file in the child.
+    /// Notes that a child of vfork(2) uses the socket, unless this descriptor is another file in the child.
     #[cold]
-    fn leave_to_child(&self, fd: c_int) {
+    fn note_passed(&self, fd: c_int) {
         let errno = thread::errno();
-        if tcp::protocol(fd) == Some(libc::IPPROTO_UDP) {
-            self.leave(true);
+        if !self.passed.load(Ordering::Relaxed) && tcp::protocol(fd) == Some(libc::IPPROTO_UDP) {
+            self.passed.store(true, Ordering::Relaxed);
+            PASSED.store(true, Ordering::Relaxed);
         }
         thread::set_errno(errno);
     }

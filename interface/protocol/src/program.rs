@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 23;
+pub const VERSION: u32 = 24;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -151,9 +151,13 @@ pub enum Ask {
         why: Native,
     },
     /// From a child of vfork(2), which can use nothing of its parent's session: the descriptor of a socket comes along
-    /// that the program which it executes is to have. If it is a connection of its parent's, it is restored, and moves
-    /// again when no other process holds it. The answer is [`Reply::Done`] also if it is none.
-    Inherit,
+    /// that the program which it executes is to have. If it is the connection with this number of its parent's, or of
+    /// another ancestor's whose child made it by vfork(2), too, it is restored, and moves again when no other process
+    /// holds it. The answer is [`Reply::Done`] also if it is none.
+    Inherit {
+        /// The connection, in the ancestor's session.
+        connection: u32,
+    },
     /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent
     /// forgets it. A descriptor that comes with it is closed once agent and keeper have closed theirs of the socket.
     Forget {

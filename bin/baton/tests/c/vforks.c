@@ -1,15 +1,18 @@
-/* What a child of vfork does with descriptors before it executes a program, and a process that executes another one. Usage: vforks CASE [moved]
+/* What a child of vfork does with descriptors before it executes a program, and a process that executes another one. Usage: vforks CASE [moved|kernel [ADDRESS]]
  *
- * With "moved" the connection is on the NIC before each round. Prints nothing, and succeeds, if everything is as natively. */
+ * With "moved" the connection is on the NIC before each round. ADDRESS is this host's, for datagrams. Prints nothing, and succeeds, if everything is as natively. */
 
 #include "sockets.h"
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/wait.h>
 
 #define ROUNDS 100
 
 static struct pair ends;
 static char self[400];
+static const char *local = "127.0.0.1";
 
 static void ends_well(pid_t child)
 {
@@ -184,6 +187,71 @@ static void execute_again(void (*unused)(void), int moved)
     ends_well(child);
 }
 
+/* The child that is about to be killed, and the lock without which it is not reaped: its number is no other process's before that. */
+static volatile pid_t victim;
+static pthread_mutex_t reaping = PTHREAD_MUTEX_INITIALIZER;
+
+static void *kill_children(void *unused)
+{
+    (void)unused;
+    for (unsigned round = 0;; round++) {
+        CHECK(pthread_mutex_lock(&reaping) == 0);
+        if (victim != 0) {
+            /* Waits: for different moments of what the child does. */
+            nanosleep(&(struct timespec){.tv_nsec = round * 7919 % 3000 * 1000}, NULL);
+            kill(victim, SIGKILL);
+            victim = 0;
+        }
+        CHECK(pthread_mutex_unlock(&reaping) == 0);
+        sched_yield();
+    }
+}
+
+/* Children use sockets, duplicate and close them, and are killed meanwhile: nothing of their parent's stays locked. */
+static void kill_each(void (*unused)(void), int moved)
+{
+    (void)unused;
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = inet_addr(local)};
+    socklen_t length = sizeof address;
+    char text[8];
+    pthread_t killer;
+    CHECK(pthread_create(&killer, NULL, kill_children, NULL) == 0);
+    for (int round = 0; round < 2 * ROUNDS; round++) {
+        static int datagrams;
+        siginfo_t ended;
+        if (round % 10 == 0) {
+            go_on_nic(moved);
+            CHECK((datagrams = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)) >= 0);
+            CHECK(bind(datagrams, (struct sockaddr *)&address, length) == 0);
+            CHECK(getsockname(datagrams, (struct sockaddr *)&address, &length) == 0);
+            CHECK(connect(datagrams, (struct sockaddr *)&address, length) == 0);
+        }
+        CHECK(send(datagrams, "unread", 6, 0) == 6);
+        pid_t child = vfork();
+        if (child == 0) {
+            victim = getpid();
+            for (;;) {
+                recv(datagrams, text, 0, MSG_DONTWAIT | MSG_PEEK);
+                dup2(datagrams, 50);
+                dup2(ends.server, 51);
+                close(50);
+                close_range(50, 60, 0);
+            }
+        }
+        CHECK(child > 0 && waitid(P_PID, child, &ended, WEXITED | WNOWAIT) == 0);
+        CHECK(pthread_mutex_lock(&reaping) == 0);
+        victim = 0;
+        CHECK(pthread_mutex_unlock(&reaping) == 0);
+        CHECK(waitpid(child, NULL, 0) == child && ended.si_code == CLD_KILLED);
+        CHECK(recv(datagrams, text, 8, 0) == 6 && memcmp(text, "unread", 6) == 0);
+        exchange(ends.client, ends.server, "and on\n");
+        if (round % 10 == 9) {
+            close(datagrams);
+            address.sin_port = 0;
+        }
+    }
+}
+
 static int read_line(void)
 {
     char line[8];
@@ -194,7 +262,7 @@ int main(int count, char **arguments)
 {
     CHECK(count >= 2);
     const char *name = arguments[1];
-    int moved = count > 2;
+    int moved = count > 2 && strcmp(arguments[2], "moved") == 0;
     alarm(STANDS_STILL);
     CHECK(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
     if (strcmp(name, "nothing") == 0)
@@ -207,7 +275,9 @@ int main(int count, char **arguments)
         const char *name;
         void (*child_does)(void);
         void (*run)(void (*child_does)(void), int moved);
-    } cases[] = {{"file", file_instead, beside}, {"file in place", file_in_place, beside}, {"pipe", pipe_instead, beside}, {"socket", socket_instead, beside}, {"pass on", pass_on, instead}, {"pass on a copy", pass_on_copy, instead}, {"use", use, instead}, {"exec", NULL, execute_again}};
+    } cases[] = {{"file", file_instead, beside}, {"file in place", file_in_place, beside}, {"pipe", pipe_instead, beside}, {"socket", socket_instead, beside}, {"pass on", pass_on, instead}, {"pass on a copy", pass_on_copy, instead}, {"use", use, instead}, {"exec", NULL, execute_again}, {"killed", NULL, kill_each}};
+    if (count > 3)
+        local = arguments[3];
     ends = connect_pair();
     CHECK(fcntl(ends.server, F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends.client, F_SETFD, FD_CLOEXEC) == 0);
     /* The number of a descriptor that is closed is the lowest that is free. */

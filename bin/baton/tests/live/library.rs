@@ -198,6 +198,12 @@ fn a_child_of_vfork_has_descriptors_of_its_own() {
     as_natively_while_moving("vforks", &cases);
 }
 
+/// Children of vfork that are killed while they use sockets hold nothing up: neither the next ones nor their parent.
+#[test]
+fn a_killed_child_of_vfork_holds_nothing_up() {
+    in_each("vforks", &["killed"], &[NATIVELY, HAS_MOVED, FLIPS]);
+}
+
 /// A process executes another program, which is the same process for the agent: the connection that it goes on with
 /// stays in the kernel meanwhile.
 #[test]

@@ -1,8 +1,9 @@
 //! `baton run --offload full`: UDP sockets of unmodified programs, whose datagrams the NIC receives and sends.
 
 use crate::common::hosts;
+use crate::compiled::compile;
 use crate::full::{Program, address, count, on_b, start, start_printing, statistics, wait_until};
-use crate::scratch::text;
+use crate::scratch::{Scratch, text};
 use crate::stopped::{hold_agent, in_time};
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
@@ -220,6 +221,17 @@ fn a_socket_that_another_program_gets_is_the_kernels() {
         assert!(on_b(&bed, &["python3", "-c", SEND_END, &at]).status.success());
         assert!(in_time("its end", move || server.0.wait()).expect("its end").success(), "{way}");
     }
+}
+
+/// Children of vfork that use a socket which the NIC has, and are killed, hold their parent up nowhere.
+#[test]
+fn a_killed_child_of_vfork_holds_no_socket_up() {
+    let bed = hosts(TestbedSettings::default());
+    let scratch = Scratch::new("killed");
+    let program = compile("vforks", &scratch);
+    let at = address(false, 7000).ip().to_string();
+    let ran = start(&bed, &[program.to_str().expect("a path"), "killed", "kernel", &at]).0.wait().expect("its end");
+    assert!(ran.success(), "{ran}");
 }
 
 /// With several workers datagrams come to sockets by whichever worker's bucket.

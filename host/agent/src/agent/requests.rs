@@ -103,24 +103,28 @@ fn forget(agent: &mut Agent, asker: Asker, number: u32, told: Option<Foreign>) -
     agent.forget(asker.0, number, asker)
 }
 
-/// Restores the connection of which a child of vfork(2) has sent the socket's descriptor: of its parent's session.
-fn inherit(agent: &mut Agent, asker: Asker, fd: Option<Foreign>) -> Option<Reply> {
+/// Restores the connection with this number of which a child of vfork(2) has sent the socket's descriptor: of the
+/// session of its parent, or, since a child of vfork(2) can have one itself, of another one before that.
+fn inherit(agent: &mut Agent, asker: Asker, connection: u32, fd: Option<Foreign>) -> Option<(Reply, Vec<OwnedFd>)> {
+    const GENERATIONS: usize = 8;
     // Of anything else it is not asked what it is: a file's server may never answer.
     let inode = fd.filter(Foreign::is_socket).and_then(|fd| socket::inode(fd.as_fd()).ok());
     let child = agent.sessions.get(asker.0 as usize).and_then(Option::as_ref).map(|session| session.process);
-    let (Some(inode), Some(parent)) = (inode, child.and_then(process::parent)) else { return Some(Reply::Done) };
+    let (Some(inode), Some(child)) = (inode, child) else { return Some((Reply::Done, Vec::new())) };
+    let ancestors: Vec<_> =
+        std::iter::successors(process::parent(child), |&one| process::parent(one)).take(GENERATIONS).collect();
     let is_it = |connection: &Connection| {
         !connection.attached && connection.fd().is_ok_and(|fd| socket::inode(fd).is_ok_and(|other| other == inode))
     };
-    let sessions = (0u32..).zip(agent.sessions.iter()).filter_map(|(number, session)| Some((number, session.as_ref()?)));
-    let found = sessions.filter(|(_, session)| session.process == parent).find_map(|(number, session)| {
-        let connections = session.connections.iter().flatten();
-        connections.filter(|connection| is_it(connection)).map(|connection| (number, connection.number())).next()
-    });
-    match found {
-        Some((session, connection)) => agent.give_back(session, connection, "exec".into(), Until::Alone, asker),
-        None => Some(Reply::Done),
-    }
+    let has_it = |session: &Session| {
+        ancestors.contains(&session.process)
+            && session.connections.get(connection as usize).and_then(Option::as_ref).is_some_and(is_it)
+    };
+    let reply = match agent.sessions.iter().position(|session| session.as_ref().is_some_and(has_it)) {
+        Some(session) => agent.give_back(session as u32, connection, "exec".into(), Until::Alone, asker)?,
+        None => Reply::Done,
+    };
+    Some((reply, Vec::new()))
 }
 
 /// Ends what Baton does for a program that runs on without it.
@@ -336,7 +340,7 @@ impl Agent {
                 self.note_native(number, program.as_deref(), &why);
                 Some((Reply::Done, Vec::new()))
             }
-            Ask::Inherit => inherit(self, (number, tag), descriptors.pop()).map(|reply| (reply, Vec::new())),
+            Ask::Inherit { connection } => inherit(self, (number, tag), connection, descriptors.pop()),
             Ask::Goodbye => {
                 self.end_connections(number, false);
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))

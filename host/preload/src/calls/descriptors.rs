@@ -305,12 +305,8 @@ fn leave_file(fd: c_int, file: Option<File>) -> Option<Change> {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
-    if forks::is_child_of_vfork() {
-        // Its own copies only. It may restore a connection before it executes a program.
-        // SAFETY: the program's own arguments (`# Safety`).
-        return if process::is_ours(fd) { fail(libc::EBADF) as c_int } else { unsafe { real::close(fd) } };
-    }
-    {
+    // A child of vfork(2) closes its own copies, and this library needs none of them there.
+    if !forks::is_child_of_vfork() {
         let is_tracked = is_tracked(fd);
         let _whole = if is_tracked { Whole::begin_cancelable() } else { Whole::begin() };
         if is_tracked {
@@ -333,9 +329,14 @@ pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 /// As closefrom(3): what the range refers to is not used any more.
 unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
+    if forks::is_child_of_vfork() {
+        // As in `close`.
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::close_range(first, last, flags) };
+    }
     let _whole = Whole::begin();
     let mut _changes = Vec::new();
-    if flags & CLOSE_RANGE_CLOEXEC == 0 && !forks::is_child_of_vfork() {
+    if flags & CLOSE_RANGE_CLOEXEC == 0 {
         let known = table::known(first, last).collect::<Vec<_>>();
         _changes = known.into_iter().filter_map(|(fd, file)| leave_file(fd, Some(file))).collect();
         udp::close_range(first, last);
@@ -345,8 +346,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         return unsafe { real::close_range(first, last, flags) };
     }
     let mut from = first;
-    // A child of vfork(2) may restore a connection by them before it executes a program.
-    let keeps = process::is_mine() || forks::is_child_of_vfork();
+    let keeps = process::is_mine();
     let next = |from: c_uint| c_int::try_from(from).ok().filter(|_| keeps).and_then(process::next_of_ours);
     while let Some(ours) = next(from).map(|fd| fd as c_uint).filter(|ours| *ours <= last) {
         if ours > from {

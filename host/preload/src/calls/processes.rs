@@ -292,7 +292,7 @@ pub unsafe extern "C-unwind" fn clone(
             // It is no process of its own.
         } else if has(libc::CLONE_FILES) {
             // It has its parent's descriptors, which a program that it executes gets.
-            forks::restore_inherited();
+            forks::restore_inherited(false);
         } else if has(libc::CLONE_VFORK) && !has(libc::CLONE_SETTLS) {
             before_vfork();
             // SAFETY: the program's own arguments (`# Safety`).

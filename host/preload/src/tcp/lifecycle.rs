@@ -9,7 +9,7 @@ use crate::process::Session;
 use crate::short_lock::Held;
 use crate::waiting::{Negative, Waiting};
 use crate::worth::{self, Worth};
-use crate::{options, process, real, table, thread};
+use crate::{forks, options, real, table, thread};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::c_int;
@@ -329,10 +329,10 @@ impl Tcp {
             }
             self.handover.wait_a_little(super::A_LITTLE);
         }
-        let (Some((connection, session)), Some(plan)) = (self.managed(), process::plan()) else { return };
+        let (Some((connection, session)), Some(child)) = (self.managed(), forks::child()) else { return };
         // SAFETY: the child's descriptor, open during its own call.
         let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-        baton_client::inherit(&session.shared, (connection.number(), thread::token()), &plan.run().socket, borrowed);
+        child.takes(&session.shared, connection.number(), borrowed);
     }
 
     /// Adds another descriptor of the same socket.
