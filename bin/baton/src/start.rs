@@ -238,6 +238,10 @@ fn final_messages(mut messages: PipeReader) -> io::Result<String> {
 fn with_what_was_said(error: anyhow::Error, said: &str) -> anyhow::Error {
     let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
     match &lines[lines.len().saturating_sub(SAID)..] {
+        // The system names the cause.
+        [] if error.root_cause().downcast_ref::<io::Error>().is_some_and(|cause| cause.raw_os_error().is_some()) => {
+            error.context("starting a Baton")
+        }
         [] => error.context("no message says why (`baton doctor` names what is missing here)"),
         last => anyhow!("{error:#}; it has said: {}", last.join(" | ")),
     }

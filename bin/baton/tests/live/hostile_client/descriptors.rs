@@ -260,7 +260,7 @@ impl Fuzz {
 
     fn ask(&mut self) -> Ask {
         let (connection, session) = (self.number(), self.number());
-        match self.rng.below(24) {
+        match self.rng.below(27) {
             0 => Ask::Admit,
             1 => {
                 let flip = Flip { min: self.number().into(), max: self.number().into(), seed: 1 };
@@ -286,6 +286,8 @@ impl Fuzz {
             20 => Ask::MoveAny { session, connection, to: self.place(), nic: self.flag().then_some(session) },
             21 => Ask::Forget { connection },
             22 => Ask::Detail { connection },
+            23..=24 => Ask::Inherit { connection },
+            25 => Ask::Attachers,
             _ => Ask::List { from: (session, connection) },
         }
     }
