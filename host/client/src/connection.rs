@@ -428,6 +428,8 @@ impl Connection {
         }
         self.set_shut(flags & 2 != 0);
         self.announces.store(false, RELAXED);
+        // It was an index in the ring of the NIC that has or had the connection, which another NIC's may reach late.
+        self.given.store(0, RELAXED);
         self.moves.store(moves, Ordering::Release);
         true
     }

@@ -388,15 +388,14 @@ unsafe fn send_rest(
                 return send_failed(number, flags);
             }
         }
-        tcp.stuck.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
+        if wait::answers_soon(tcp) {
+            continue;
+        }
         if does_not_wait(tcp, fd, flags) {
             if done == 0 && tcp.has_ended_just_now() {
                 continue;
             }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
-        }
-        if tcp.managed().is_some_and(|(connection, session)| session.shared.await_answer(connection, token())) {
-            continue;
         }
         let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_SNDTIMEO), begun));
         if let Err(number) = wait::block(tcp, fd, Want::Send, wait.after(done)) {

@@ -59,7 +59,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if state.unread >= least(tcp, &state) {
         events |= EPOLLIN | EPOLLRDNORM;
     }
-    let has_room = || baton_client::rings_have_room(&session.shared, connection, thread::token());
+    let has_room = || session.shared.takes(connection, thread::token());
     if ended || state.shut || state.is_writable() && has_room() {
         events |= EPOLLOUT | EPOLLWRNORM;
     }

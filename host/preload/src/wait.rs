@@ -242,6 +242,14 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
 }
 
+/// Counts a send that has found no room. Returns whether that was for want of the NIC's answer to the last one, which
+/// has come now: programs expect that a socket with room takes more, also one that does not block.
+pub(crate) fn answers_soon(tcp: &Tcp) -> bool {
+    // Counted first: an answer that another thread has read before was no edge.
+    tcp.stuck.fetch_add(1, Ordering::AcqRel);
+    tcp.managed().is_some_and(|(connection, session)| session.shared.await_answer(connection, thread::token()))
+}
+
 /// Whether the connection is on the NIC, where so many bytes may never be unread at once.
 pub(crate) fn never_has(tcp: &Tcp, bytes: usize) -> bool {
     tcp.managed().is_some_and(|(connection, session)| {

@@ -11,8 +11,8 @@ pub mod resource;
 
 pub use address::{AddressEntry, AddressState};
 pub use message::{
-    ALREADY_HERE, ANSWER, Cid, Control, ENDED, EXCEEDED, FETCH, FOR_AGENT, HOLD, LOST_QUEUE, MORE, Message, NOT_YET, Operation,
-    RESET_PEER, RestoreCause, add_length, counts_bytes, is_plain_send, join_sends,
+    ALREADY_HERE, ANSWER, Cid, Control, ENDED, EXCEEDED, FETCH, FOR_AGENT, HOLD, LOST_QUEUE, MORE, Message, NOT_YET, OF_ALL,
+    Operation, RESET_PEER, RestoreCause, add_length, counts_bytes, is_plain_send, join_sends,
 };
 pub use record::Record;
 pub use resource::{Announcement, Resource};

@@ -181,7 +181,7 @@ pub enum Control {
     /// [`crate::layout::host_tcp`]'s memory, 0 if it has ended.
     Returned = 43,
     /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of
-    /// them.
+    /// them. Address field: [`OF_ALL`] if the program has missed an answer before, else 0.
     Taken = 44,
     /// To the host: one of the NIC's own addresses has changed its state, or was claimed by another host (see
     /// [`crate::layout::nic::ADDRESSES`]).
@@ -273,6 +273,9 @@ pub const MORE: u16 = 1;
 pub const FOR_AGENT: u16 = 1 << 15;
 /// Flag of `nic_send`: the NIC answers with [`Control::Taken`] once it has read the message.
 pub const ANSWER: u16 = 2;
+
+/// Address field of [`Control::Taken`]: there was no room for an earlier answer, which may have been any connection's.
+pub const OF_ALL: u32 = 1;
 
 /// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`],
 /// whatever its address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement

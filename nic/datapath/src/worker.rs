@@ -552,10 +552,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
+        let owed = self.programs.sessions.iter().flatten().filter_map(|session| session.owed.map(|owed| owed.at.0)).min();
         let handshakes = self.listeners.due().min(self.closed.due()).min(self.addresses_due()).min(self.connections.rounds.due());
         let handshakes = handshakes.min(self.resources.reopens_at());
         let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
-        let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
+        let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(owed);
+        let others = others.chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing()).chain(self.agent.ring_due());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }

@@ -32,6 +32,7 @@ mod full;
 mod fuse;
 mod gain;
 mod growth;
+mod handshakes;
 mod held;
 mod history;
 mod hostile;

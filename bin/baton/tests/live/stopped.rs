@@ -1,6 +1,6 @@
 //! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
 
-use crate::common::{connect, hosts, start_python, wait_until};
+use crate::common::{connect, hosts, start_python, start_python_with, wait_until};
 use crate::lifecycle::kill_at_once;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_client::{Connection, Listener, Shared};
@@ -20,7 +20,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Stops the NIC as a debugger does: one that is stopped by a signal is ended soon.
-fn hold_nic(bed: &Testbed) -> Frozen {
+pub fn hold_nic(bed: &Testbed) -> Frozen {
     Frozen::freeze(&[nic_process(bed)]).expect("a tracer")
 }
 
@@ -61,7 +61,7 @@ pub fn listed(bed: &Testbed) -> usize {
     })
 }
 
-fn nic_process(bed: &Testbed) -> u32 {
+pub fn nic_process(bed: &Testbed) -> u32 {
     bed.tool().expect("a tool").statistics().expect("statistics").nic_process
 }
 
@@ -347,8 +347,13 @@ while not sent or received < 65536:
 print('done', flush=True)
 ";
 
-/// Starts a Python program whose connections to host B come to be on the NIC. Each peer has echoed a byte.
-fn start_with_peers<const COUNT: usize>(bed: &Testbed, program: &str) -> ((Child, BufReader<ChildStdout>), [TcpStream; COUNT]) {
+/// Starts a Python program, with these options of `baton run`, whose connections to host B come to be on the NIC. Each
+/// peer has echoed a byte.
+pub fn start_with_peers<const COUNT: usize>(
+    bed: &Testbed,
+    program: &str,
+    options: &[&str],
+) -> ((Child, BufReader<ChildStdout>), [TcpStream; COUNT]) {
     let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
     let at = listener.local_addr().expect("its address");
     let accepting = std::thread::spawn(move || {
@@ -360,7 +365,7 @@ fn start_with_peers<const COUNT: usize>(bed: &Testbed, program: &str) -> ((Child
         }
         peers
     });
-    let started = start_python(bed, program, at, true);
+    let started = start_python_with(bed, program, at, Some(options));
     let peers = accepting.join().expect("its connections");
     let list = || bed.tool().expect("a tool").connections().expect("a list");
     wait_until("all are on the NIC", || list().iter().filter(|one| one.place == Place::Nic).count() == COUNT);
@@ -372,7 +377,7 @@ fn start_with_peers<const COUNT: usize>(bed: &Testbed, program: &str) -> ((Child
 #[test]
 fn edges_follow_when_a_ring_was_full() {
     let bed = hosts(TestbedSettings::default());
-    let ((mut program, mut lines), mut peers) = start_with_peers::<3>(&bed, EDGES);
+    let ((mut program, mut lines), mut peers) = start_with_peers::<3>(&bed, EDGES, &[]);
     let mut input = program.stdin.take().expect("its input");
     let mut says = |wanted: &str| {
         let mut line = String::new();
@@ -426,7 +431,7 @@ fn a_call_that_waits_for_room_in_a_ring_ends_with_baton() {
         let bed = hosts(TestbedSettings::default());
         let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
         let keeper = process::parent(agent).expect("the keeper");
-        let ((mut program, mut lines), mut peers) = start_with_peers::<2>(&bed, FULL);
+        let ((mut program, mut lines), mut peers) = start_with_peers::<2>(&bed, FULL, &[]);
         let mut input = program.stdin.take().expect("its input");
         let mut says = |wanted: &str| {
             let mut line = String::new();

@@ -4,7 +4,7 @@ use super::{Connections, RELAXED, Shared};
 use crate::connection::Connection;
 use baton_abi::layout::Owner;
 use baton_abi::layout::{RING_MESSAGES, nic::MAX_NICS, session as at};
-use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
+use baton_abi::{Cid, Control, Message, OF_ALL, Operation, add_length, counts_bytes};
 use baton_linux::process::Undisturbed;
 use baton_ring::{Consumer, LockGuard, Token, was_rung};
 use baton_shm::{Region, RingWords};
@@ -208,9 +208,9 @@ impl Round<'_> {
             connection = self.events.known.search(message.cid);
         }
         let Some(connection) = connection else {
-            // The connection may be gone, but others may wait for room in the same ring.
+            // The connection may be gone, but others may wait for the same.
             if message.operation == Operation::OsControl && message.kind == Control::Taken as u16 {
-                self.concern_who_found_it_full(message.cid.nic());
+                self.concern_other_waiters(message);
             }
             self.keep(message);
             return None;
@@ -230,7 +230,7 @@ impl Round<'_> {
                 // Threads that wait for this event read the ring's index.
                 Some(Control::Taken) => {
                     let number = connection.number();
-                    self.concern_who_found_it_full(message.cid.nic());
+                    self.concern_other_waiters(message);
                     return Some(number);
                 }
                 Some(Control::Closed) => connection.set_ended(message.address),
@@ -241,27 +241,36 @@ impl Round<'_> {
         Some(connection.number())
     }
 
-    /// The NIC has read commands. If its ring was full and no longer is, all of its connections may send again; the
-    /// event itself names only the connection whose command was read last.
+    /// The NIC has read commands. If its ring was full and no longer is, or the answer to another connection's command
+    /// was lost, all of its connections may send again; the event itself names only the connection whose command was
+    /// read last.
     #[cold]
-    fn concern_who_found_it_full(&mut self, nic: usize) {
+    fn concern_other_waiters(&mut self, message: &Message) {
+        let nic = message.cid.nic();
+        if self.is_no_longer_full(nic) || message.address == OF_ALL {
+            let is_of = |connection: &&Arc<Connection>| connection.cid().nic() == nic;
+            let all: Vec<u32> = self.events.known.connections.iter().flatten().filter(is_of).map(|one| one.number()).collect();
+            all.into_iter().for_each(|number| self.concern(number));
+        }
+    }
+
+    /// Whether a NIC's ring was found full, and now is not.
+    fn is_no_longer_full(&self, nic: usize) -> bool {
         let shared = self.shared;
-        let Some(lane) = [&shared.first].into_iter().chain(&shared.further).nth(nic) else { return };
+        let Some(lane) = [&shared.first].into_iter().chain(&shared.further).nth(nic) else { return false };
         // A thread that sets `full_until` after this fence checks the ring once more.
         fence(Ordering::SeqCst);
         let full_until = lane.full_until.load(RELAXED);
         if full_until == 0 {
-            return;
+            return false;
         }
         let read = Consumer::<RingWords>::new(shared.memory.ring(at::area(nic) + at::COMMANDS)).position();
         if (read.wrapping_sub(full_until) as i64) < 0 {
             // The NIC sends another event when it has read that far.
-            return;
+            return false;
         }
         let _ = lane.full_until.compare_exchange(full_until, 0, RELAXED, RELAXED);
-        let is_of = |connection: &&Arc<Connection>| connection.cid().nic() == nic;
-        let all: Vec<u32> = self.events.known.connections.iter().flatten().filter(is_of).map(|one| one.number()).collect();
-        all.into_iter().for_each(|number| self.concern(number));
+        true
     }
 
     /// Keeps an event of a connection that is not known, if a thread is accepting one.

@@ -35,7 +35,7 @@ pub(crate) use events::{Changes, Events};
 pub use receiving::Received;
 use requests::protocol_error;
 pub use requests::{LIMIT, give_back_each, note_hot_from};
-pub use sending::{limits_queue, rings_have_room};
+pub use sending::limits_queue;
 pub(crate) use sending::{send_from, takes_buffers};
 
 const RELAXED: Ordering = Ordering::Relaxed;

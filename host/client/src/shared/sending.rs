@@ -3,7 +3,7 @@
 use super::{Lane, RELAXED, Shared, bad_address, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
-use baton_abi::layout::{ANSWERED, block};
+use baton_abi::layout::{ANSWERED, Owner, block};
 use baton_abi::{ANSWER, Control, FETCH, HOLD, MORE, Message, Operation};
 use baton_handoff::send_buffer::queue_limit;
 use baton_linux::process;
@@ -20,8 +20,8 @@ const JOINED: u32 = 16 << 10;
 /// smaller, the NIC's TCP cuts the bytes; if they are larger, it applies the same rule.
 const SEGMENT: u32 = 1448;
 
-/// How many times a thread polls for the NIC's answer before it sleeps. That takes about as long as going to sleep and
-/// being woken, so the wait costs at most twice the optimum.
+/// How many times a thread polls for the NIC's answer before it sleeps or its call fails. That takes about as long as
+/// going to sleep and being woken, so the wait costs at most twice the optimum.
 const ANSWER_LOOKS: u32 = 200;
 
 impl Lane {
@@ -154,18 +154,21 @@ impl Shared {
         commands.is_released(full_until) && (!handshake || commands.is_released(connection.given.load(RELAXED)))
     }
 
-    /// Polls for the NIC's answer to the connection's last command for a few microseconds, before the thread sleeps.
-    /// Returns whether it has come. Does not poll on the NIC's own processor, where that would keep the NIC from
-    /// answering.
+    /// Polls for the NIC's answer to the connection's last command for a few microseconds, before the thread sleeps or
+    /// its call fails. Returns whether it has come. Looks only once on the NIC's own processor, where polling would
+    /// keep the NIC from answering, and while the NIC is sending.
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
-        let answers = self.interface == Interface::Handshake && connection.room() > 0;
-        let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
+        let may = self.interface == Interface::Handshake && connection.owner() == Owner::Nic;
+        if !may || connection.room() == 0 {
+            return false;
+        }
+        let elsewhere = connection.processor() != u32::try_from(process::current_cpu()).ok();
         let sending = self.memory.word32(self.lane(connection).nic_sending);
         let comes = |_| {
             std::hint::spin_loop();
             self.takes(connection, token)
         };
-        answers && (0..ANSWER_LOOKS).take_while(|_| sending.load(RELAXED) == 0).any(comes)
+        self.takes(connection, token) || elsewhere && (0..ANSWER_LOOKS).take_while(|_| sending.load(RELAXED) == 0).any(comes)
     }
 
     /// Whether small sends may be kept back, so that one message stands for several.
@@ -360,14 +363,6 @@ impl Shared {
     }
 }
 
-/// Whether the ring of a connection's messages has room, as far as a thread has found it full. When that changes there
-/// is an event. (That the NIC has acknowledged a message is none that wakes a poll.)
-pub fn rings_have_room(shared: &Shared, connection: &Connection, token: Token) -> bool {
-    let lane = shared.lane(connection);
-    let full_until = lane.full_until.load(RELAXED);
-    full_until == 0 || lane.commands.lock(token).is_none_or(|commands| commands.is_released(full_until))
-}
-
 /// Whether the NIC can take bytes from where a message says that they are: by the other interfaces it looks in send
 /// memory for what has been queued.
 pub(crate) fn takes_buffers(shared: &Shared) -> bool {
@@ -452,12 +447,65 @@ mod tests {
     use super::super::Listener;
     use super::*;
     use baton_abi::Cid;
-    use baton_abi::layout::{Owner, session as at};
+    use baton_abi::layout::session as at;
     use baton_linux::bell::SessionBell;
     use baton_linux::control::Channel;
     use baton_ring::Consumer;
     use baton_shm::Region;
     use std::sync::{Arc, Mutex};
+
+    /// A session with two NICs and a handshake for each message, and the numbers that its listener is called with.
+    fn with_handshakes() -> (Shared, Arc<Region>, Arc<Mutex<Vec<u32>>>) {
+        let memory = Arc::new(Region::private(at::HEAP + 16384).expect("memory"));
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let note = told.clone();
+        let listener = Listener(Box::new(move |number| note.lock().expect("numbers").push(number)));
+        let (channel, _agent) = Channel::pair().expect("a channel");
+        let bell = || SessionBell::pair().expect("a doorbell").0;
+        let mut shared = Shared::new(0, Arc::new(channel), memory.clone(), bell(), vec![bell()], listener);
+        shared.use_interface(Interface::Handshake, Nagle::Nic);
+        (shared, memory, told)
+    }
+
+    /// An answer is for its connection, but for all if others were lost.
+    #[test]
+    fn answers_that_were_lost_are_made_up_for() {
+        let (shared, memory, told) = with_handshakes();
+        let connections = [on_nic(&shared, 0), on_nic(&shared, 1)];
+        let mut events = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        for (whose, expected) in [(0, vec![0]), (baton_abi::OF_ALL, vec![0, 1])] {
+            told.lock().expect("numbers").clear();
+            let taken = Message::control(Operation::OsControl, Control::Taken, connections[0].cid(), whose, 0);
+            events.push(taken.to_words()).expect("room");
+            events.publish();
+            shared.catch_up(1);
+            let mut numbers = told.lock().expect("numbers").clone();
+            numbers.sort_unstable();
+            numbers.dedup();
+            assert_eq!(numbers, expected);
+        }
+    }
+
+    /// A message whose NIC has not answered is of no concern to the next NIC that the connection is on, nor to the
+    /// kernel.
+    #[test]
+    fn a_handshake_ends_with_a_move() {
+        let (shared, memory, _) = with_handshakes();
+        let connection = on_nic(&shared, 0);
+        let set = |field, value: u32| memory.word32(at::block(0) + field).store(value, RELAXED);
+        shared.send(&connection, 1, b"a").expect("room");
+        assert!(!shared.takes(&connection, 1) && !shared.await_answer(&connection, 1));
+        set(block::OWNER, Owner::Kernel as u32);
+        set(block::MOVES, 2);
+        shared.with_events(1, |round| round.refresh(&connection)).expect("the lock");
+        assert!(!shared.await_answer(&connection, 1), "the kernel answers no message");
+        set(block::OWNER, Owner::Nic as u32);
+        set(block::CID, Cid::new(0, 1).on(1).0);
+        set(block::MOVES, 3);
+        shared.with_events(1, |round| round.refresh(&connection)).expect("the lock");
+        assert!(shared.takes(&connection, 1) && shared.await_answer(&connection, 1));
+        assert_eq!(shared.send(&connection, 1, b"b").expect("room"), 1);
+    }
 
     /// The NIC's connection of this number in a session, with 4096 bytes of memory each way, all of it unread.
     fn on_nic(shared: &Shared, number: u32) -> Arc<Connection> {

@@ -3,10 +3,12 @@
 //! commands that follow at once.
 
 use super::Worker;
-use super::programs::Taken;
+use super::programs::{Session, Taken};
+use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::offloaded::Offloaded;
-use baton_abi::layout::session;
+use baton_abi::layout::{Counter, session};
+use baton_abi::{Cid, Control, Message, OF_ALL, Operation};
 use baton_device::Device;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
@@ -27,6 +29,9 @@ const ALL_LOOKS: u32 = 4000;
 /// wake up and to copy.
 const PUT_OFF: u64 = 40;
 
+/// Microseconds after which an answer for which there was no room is tried again.
+const AGAIN: u64 = 5000;
+
 /// Microseconds after which the next command no longer counts as part of a stream.
 const STREAM: u64 = 200;
 
@@ -40,6 +45,14 @@ pub(super) struct Answered {
     received: u32,
 }
 
+/// An answer for which the program's ring had no room.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Owed {
+    cid: Cid,
+    /// When it is tried again: the program does not wake the NIC when it reads its ring.
+    pub at: Instant,
+}
+
 /// Queued bytes that wait for the next command.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PutOff {
@@ -47,6 +60,34 @@ pub(super) struct PutOff {
     /// The connection's slot.
     index: u32,
     until: Instant,
+}
+
+impl Session {
+    /// Reports to the program that its messages so far have been read, of which the last that is to be answered was
+    /// this connection's. Without room the next answer that finds some is for all connections: whose are owed then is
+    /// not kept.
+    pub(super) fn answer(&mut self, cid: Cid, counters: &Counters, now: Instant) {
+        let whose = if self.owed.is_some() { OF_ALL } else { 0 };
+        let message = Message::control(Operation::OsControl, Control::Taken, cid, whose, 0);
+        if self.events.push(message.to_words()).is_err() {
+            self.owed = Some(Owed { cid, at: now.after(AGAIN) });
+            return;
+        }
+        self.owed = None;
+        counters.add(Counter::ToProgramControl, 1);
+        self.events.publish();
+        self.unsignalled += 1;
+    }
+
+    /// Tries again to send an answer for which there was no room.
+    #[inline]
+    pub(super) fn answer_again(&mut self, counters: &Counters, now: Instant) {
+        if let Some(owed) = self.owed
+            && owed.at.0 <= now.0
+        {
+            self.answer(owed.cid, counters, now);
+        }
+    }
 }
 
 impl<H: Device, W: Device> Worker<H, W> {

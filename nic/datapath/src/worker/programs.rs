@@ -2,7 +2,7 @@
 //! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
 use super::Worker;
-use super::gathering::{Answered, PutOff};
+use super::gathering::{Answered, Owed, PutOff};
 use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::messages::Messages;
@@ -60,6 +60,8 @@ pub(super) struct Session {
     pub lent: u32,
     /// The last message that its program waited for ([`ANSWER`]).
     pub answered: Option<Answered>,
+    /// An answer for which its ring had no room.
+    pub owed: Option<Owed>,
     /// Present in a session for messages, which has no connections.
     pub messages: Option<Box<Messages>>,
 }
@@ -173,6 +175,8 @@ pub(super) struct Programs {
     pub ended: Vec<Cid>,
     /// Slots for which a message with [`FETCH`] was read in this batch.
     pub fetched: Vec<u32>,
+    /// Connections of messages in this batch that are to be answered.
+    pub answers: Vec<Cid>,
     /// Queued bytes that wait for the next command.
     pub put_off: Option<PutOff>,
     /// Address and number of each session for messages, in order; of all workers' sessions.
@@ -182,8 +186,9 @@ pub(super) struct Programs {
 impl Programs {
     pub fn new(slots: usize) -> Programs {
         let (dirty, ring_full) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
-        let fetched = Vec::with_capacity(BATCH);
-        Programs { sessions: Vec::new(), dirty, ring_full, ended: Vec::new(), fetched, put_off: None, message_ports: Vec::new() }
+        let (fetched, answers) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
+        let (sessions, ended, message_ports) = (Vec::new(), Vec::new(), Vec::new());
+        Programs { sessions, dirty, ring_full, ended, fetched, answers, put_off: None, message_ports }
     }
 }
 
@@ -226,6 +231,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             fast_path: false,
             lent: 0,
             answered: None,
+            owed: None,
             messages: None,
         });
     }
@@ -235,8 +241,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// doorbell has to be rung, too: messages were sent to it, and moderation does not delay that.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
-            if let Some(session) = session
-                && session.unsignalled > 0
+            let Some(session) = session else { continue };
+            session.answer_again(&self.counters, now);
+            if session.unsignalled > 0
                 && let bulk = session.unsignalled >= BULK
                 && session.should_ring(now)
             {
@@ -330,10 +337,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         waited || count > 0
     }
 
-    /// Takes up to a batch of a session's messages, and answers them if one asks for it. `unsent` is the slot of the
+    /// Takes up to a batch of a session's messages, and answers each that asks for it. `unsent` is the slot of the
     /// connection on which the last ones have queued bytes.
     pub(super) fn take_messages(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
-        let (mut answer, mut handshake) = (None, false);
+        let mut handshake = false;
+        self.programs.answers.clear();
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return Taken::Stopped };
             let Some(words) = session.commands.pop() else {
@@ -361,7 +369,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let flags = if message.operation == Operation::NicSend { message.kind } else { 0 };
                 handshake = flags & ANSWER != 0;
                 if last_of_many || handshake {
-                    answer = Some(message.cid);
+                    self.programs.answers.push(message.cid);
                 }
                 if flags & FETCH != 0 {
                     self.programs.fetched.push(message.cid.slot());
@@ -378,12 +386,14 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
-        let Some(cid) = answer else { return Taken::Some };
-        // The program may be waiting for this answer, so it comes before the segments.
+        if self.programs.answers.is_empty() {
+            return Taken::Some;
+        }
+        // The program may be waiting for these answers, so they come before the segments.
         self.record_queued(*unsent, now);
         if let Some(session) = self.programs.sessions[id].as_mut() {
             session.commands.release();
-            session.answer(cid, &self.counters);
+            self.programs.answers.drain(..).for_each(|cid| session.answer(cid, &self.counters, now));
         }
         if handshake { Taken::Answered } else { Taken::Some }
     }
@@ -651,16 +661,6 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 impl Session {
-    /// Reports to the program that its messages so far have been read. Without room there are other events that wake
-    /// it.
-    fn answer(&mut self, cid: Cid, counters: &Counters) {
-        if self.events.push(Message::control(Operation::OsControl, Control::Taken, cid, 0, 0).to_words()).is_ok() {
-            counters.add(Counter::ToProgramControl, 1);
-            self.events.publish();
-            self.unsignalled += 1;
-        }
-    }
-
     /// Whether the program seems to sleep.
     pub(super) fn sleeps(&self) -> bool {
         has_sleeper(self.memory.word32(session::PROGRAM_SLEEPING))

@@ -1,8 +1,8 @@
 //! When a program is woken, and how messages are sent of a program that waits for each to be taken.
 
-use crate::stage::{BUFFER, Stage};
-use baton_abi::layout::{COUNTERS, Counter, block, nic, session};
-use baton_abi::{ANSWER, Cid, Message, Operation};
+use crate::stage::{BUFFER, Stage, flow};
+use baton_abi::layout::{COUNTERS, Counter, RING_MESSAGES, block, nic, session, slot};
+use baton_abi::{ANSWER, Cid, Control, Message, OF_ALL, Operation};
 use baton_datapath::WorkerOffloads;
 use baton_device::Device;
 use baton_moderation::{LOAD, LULL, Mode};
@@ -303,4 +303,75 @@ fn acknowledgements_do_not_wake_who_waits_for_an_answer() {
     assert_eq!((waits.events(), rings(&mut waits)), (1, 0), "reported, and not rung for");
     waits.pass(10);
     assert_eq!((waits.events(), rings(&mut waits)), (1, 1), "answered");
+}
+
+/// A second connection of the victim's program is in slot 2.
+fn with_two_connections() -> Stage {
+    let mut stage = Stage::new();
+    stage.prepare(2, flow(2));
+    stage.nic_memory.word32(nic::slot(2) + slot::PARAMETERS).store(0, Ordering::Relaxed);
+    stage.hand_off(2);
+    stage
+}
+
+/// Queues a message of a byte on the connection in a slot, which is to be answered.
+fn queue_one(stage: &mut Stage, of: u32, sent: u32) {
+    let address = session::HEAP as u32 + BUFFER + 1 + sent;
+    let message = Message::new(Operation::NicSend, Cid::new(of, 1), address, 1);
+    let program = &mut stage.programs[0];
+    program.commands.push(Message { kind: ANSWER, ..message }.to_words()).unwrap();
+    program.commands.publish();
+}
+
+/// The slots of the connections whose messages were answered since the last call, and what else the answers say.
+fn answered(stage: &mut Stage) -> Vec<(u32, u32)> {
+    let events = &mut stage.programs[0].events;
+    let all = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words);
+    let answers = all.filter(|message| message.kind == Control::Taken as u16 && message.operation == Operation::OsControl);
+    let answers = answers.map(|message| (message.cid.slot(), message.address)).collect();
+    events.release();
+    answers
+}
+
+/// Messages of several connections are taken together, and each is answered: another thread may wait for each.
+#[test]
+fn each_message_that_is_waited_for_is_answered() {
+    let mut stage = with_two_connections();
+    answered(&mut stage);
+    for of in [0, 2, 0] {
+        queue_one(&mut stage, of, 0);
+    }
+    stage.worker.poll(stage.now);
+    assert_eq!(answered(&mut stage), [(0, 0), (2, 0), (0, 0)]);
+}
+
+/// A program does not read its events until there is no room for answers. When it has read them it is told soon that
+/// some were lost, though it sends nothing more, and once.
+#[test]
+fn an_answer_without_room_is_made_up_for() {
+    let mut stage = with_two_connections();
+    answered(&mut stage);
+    for sent in 0..RING_MESSAGES as u32 {
+        queue_one(&mut stage, 0, sent);
+        stage.worker.poll(stage.now);
+    }
+    queue_one(&mut stage, 2, 0);
+    queue_one(&mut stage, 0, RING_MESSAGES as u32);
+    stage.worker.poll(stage.now);
+    assert!(answered(&mut stage).iter().all(|answer| *answer == (0, 0)));
+    let until = stage.now.after(10_000);
+    let answers = loop {
+        let due = stage.worker.next_timeout().expect("it is tried again");
+        assert!(due <= until.0, "{due}");
+        stage.now = Instant(due.max(stage.now.0 + 1));
+        stage.worker.poll(stage.now);
+        stage.worker.doorbells(stage.now, |_, _| ());
+        let answers = answered(&mut stage);
+        if !answers.is_empty() {
+            break answers;
+        }
+    };
+    assert_eq!(answers, [(0, OF_ALL)]);
+    stage.worker.doorbells(until, |_, _| ());
+    assert_eq!(answered(&mut stage), []);
 }

@@ -108,8 +108,13 @@ impl Stage {
     }
 
     pub fn offload(&mut self, of: u32, flow: Flow) {
-        let cid = Cid::new(of, 1);
         self.prepare(of, flow);
+        self.hand_off(of);
+    }
+
+    /// Hands off the connection that was prepared in this slot.
+    pub fn hand_off(&mut self, of: u32) {
+        let cid = Cid::new(of, 1);
         for control in [Control::Mirror, Control::Steal] {
             self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
         }

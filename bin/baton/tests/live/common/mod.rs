@@ -167,10 +167,20 @@ pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) 
 /// natively. Its arguments are the address and port of a peer. Returns it when it has printed that it is ready, with
 /// its further output.
 pub fn start_python(bed: &Testbed, program: &str, peer: SocketAddr, with_baton: bool) -> (Child, BufReader<ChildStdout>) {
-    let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
-    if with_baton {
+    start_python_with(bed, program, peer, with_baton.then_some(&[]))
+}
+
+/// The same, under Baton with these options of `baton run`.
+pub fn start_python_with(
+    bed: &Testbed,
+    program: &str,
+    peer: SocketAddr,
+    options: Option<&[&str]>,
+) -> (Child, BufReader<ChildStdout>) {
+    let mut command = Command::new(if options.is_some() { env!("CARGO_BIN_EXE_baton") } else { "python3" });
+    if let Some(options) = options {
         let rule = ["--rule", "established", "--eager", "--", "python3"];
-        command.arg("run").arg("--socket").arg(bed.socket()).args(rule).env_remove("BATON_RUN");
+        command.arg("run").arg("--socket").arg(bed.socket()).args(options).args(rule).env_remove("BATON_RUN");
     }
     command.args(["-c", program, &peer.ip().to_string(), &peer.port().to_string()]);
     let mut child = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("the program");
