@@ -40,6 +40,8 @@ pub struct Plain {
     pub timestamps: Option<(u32, u32)>,
     /// Bytes of payload.
     pub length: u32,
+    /// PSH is set: the payload ends what the peer has written so far.
+    pub pushed: bool,
 }
 
 /// The fields of a [`Usual`] frame's segment as header prediction compares them, in host order.
@@ -66,7 +68,7 @@ impl Fields {
 
     /// Those of a plain segment; None without timestamps.
     pub fn of(plain: &Plain) -> Option<Fields> {
-        let Plain { seq, ack, window, timestamps, length } = *plain;
+        let Plain { seq, ack, window, timestamps, length, pushed: _ } = *plain;
         let numbers = u64::from(seq) << 32 | u64::from(ack);
         timestamps.map(|(value, _)| Fields { control: Fields::control_of(window), numbers, value, length })
     }
@@ -127,13 +129,15 @@ impl<'a> Usual<'a> {
     #[inline(always)]
     pub fn plain(&self) -> Option<Plain> {
         let head = self.head;
-        let plain = be16(head, Self::TCP + tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) == ACK_WITH_TIMESTAMPS;
+        let (plain, pushed) = without_push(be16(head, Self::TCP + tcp::DATA_OFFSET));
+        let plain = plain == ACK_WITH_TIMESTAMPS;
         plain.then(|| Plain {
             seq: be32(head, Self::TCP + tcp::SEQ),
             ack: be32(head, Self::TCP + tcp::ACK),
             window: be16(head, Self::TCP + tcp::WINDOW),
             timestamps: Some((be32(head, Self::TCP + TCP + 4), be32(head, Self::TCP + TCP + 8))),
             length: self.payload.len() as u32,
+            pushed,
         })
     }
 
@@ -142,6 +146,13 @@ impl<'a> Usual<'a> {
     pub fn payload(&self) -> &'a [u8] {
         self.payload
     }
+}
+
+/// Bytes 12 and 13 of a TCP header without PSH, and whether that was set.
+#[inline(always)]
+fn without_push(control: u16) -> (u16, bool) {
+    let push = u16::from(Flags::PSH.0);
+    (control & !push, control & push != 0)
 }
 
 /// The `N` bytes at `at`, as one load: assembled byte by byte, the compiler loads them one by one where only some are
@@ -223,7 +234,8 @@ impl Plain {
     fn parse_tcp(frame: &[u8], at: usize) -> Option<(Plain, &[u8])> {
         let head = frame.get(at..at + TCP)?;
         // Data offset and reserved bits, then the flags; PSH may be set or not.
-        let (headers, timestamps) = match be16(head, tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) {
+        let (control, pushed) = without_push(be16(head, tcp::DATA_OFFSET));
+        let (headers, timestamps) = match control {
             ACK_WITH_TIMESTAMPS => {
                 let options = frame.get(at + TCP..at + TCP + TIMESTAMPS)?;
                 if be32(options, 0) != TIMESTAMPS_WORD {
@@ -236,7 +248,7 @@ impl Plain {
         };
         let payload = &frame[at + headers..];
         let (seq, ack, window) = (be32(head, tcp::SEQ), be32(head, tcp::ACK), be16(head, tcp::WINDOW));
-        Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32 }, payload))
+        Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32, pushed }, payload))
     }
 
     /// Offsets of the TCP header and of the payload in the segment's frame.
@@ -309,14 +321,15 @@ mod tests {
         for flow in flows() {
             for ident in (0..=u16::MAX).step_by(7) {
                 let timestamps = (ident % 2 == 0).then_some((9, 10));
+                let flags = if ident % 3 == 0 { Flags::ACK } else { Flags::ACK | Flags::PSH };
                 let mut frame = [0u8; MAX_HEADER + 5];
-                let length = segment(&flow, Flags::ACK | Flags::PSH, timestamps, 2, ident, &mut frame);
+                let length = segment(&flow, flags, timestamps, 2, ident, &mut frame);
                 let frame = &mut frame[..length];
                 let whole = TcpFrame::parse(frame, 0).unwrap();
                 let (key, plain, payload) = Plain::parse(frame, false, 0).unwrap();
                 assert_eq!(key, FlowKey::from(&whole.flow));
                 assert_eq!((plain.seq, plain.ack, plain.window), (whole.seq, whole.ack, whole.window));
-                assert_eq!(plain.timestamps, whole.options.timestamps);
+                assert_eq!((plain.timestamps, plain.pushed), (whole.options.timestamps, whole.flags.contains(Flags::PSH)));
                 assert_eq!(payload, b"hello");
                 assert_eq!(&frame[plain.headers(key)..], payload);
                 let usual = Usual::parse(frame);

@@ -106,7 +106,8 @@ pub struct Receiving {
     pub unacked: u32,
     /// Acknowledgement number of the last segment sent.
     pub last_ack: u32,
-    /// Segments that are still acknowledged at once; 255 for all.
+    /// 0 while the program answers what comes; else one more than the segments that are still acknowledged at once; 255
+    /// for all.
     pub quick_acks: u8,
     /// TS.Recent is known, so that older timestamps are refused (RFC 7323 section 5).
     pub ts_known: bool,

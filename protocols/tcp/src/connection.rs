@@ -172,7 +172,8 @@ pub(crate) struct Receive {
     /// [`Fields::control`] of a predicted segment, or [`NOT_PREDICTED`]: see [`Connection::enable_prediction`].
     pub predicted: u32,
     pub wscale: u8,
-    /// Segments that are still acknowledged at once, as Linux does at the start and after a pause; [`ALWAYS`] for all.
+    /// [`INTERACTIVE`] or [`ONE_WAY`], or above that by how many segments are still acknowledged at once, as Linux does
+    /// at the start; [`ALWAYS`] for all.
     pub quick_acks: u8,
     pub fin: bool,
     pub ts_known: bool,
@@ -186,12 +187,22 @@ impl Receive {
     /// Whether a segment is acknowledged at once because it is one of the first. If so, counts it.
     #[inline(never)]
     pub fn takes_quick_ack(&mut self) -> bool {
-        let left = self.quick_acks.checked_sub(1);
-        self.quick_acks = left.unwrap_or(0);
-        left.is_some()
+        let takes = self.quick_acks > ONE_WAY;
+        self.quick_acks -= u8::from(takes);
+        takes
+    }
+
+    /// An acknowledgement was delayed in vain: the program does not answer.
+    pub fn expect_no_answer(&mut self) {
+        self.quick_acks = self.quick_acks.max(ONE_WAY);
     }
 }
 
+/// The program answers what comes, so acknowledgements may wait for its answers (Linux's ping-pong mode; RFC 9293
+/// section 3.8.6.3).
+pub(crate) const INTERACTIVE: u8 = 0;
+/// The program does not answer what comes.
+pub(crate) const ONE_WAY: u8 = 1;
 /// Segments that are acknowledged at once at the start (Linux's TCP_MAX_QUICKACKS).
 pub(crate) const QUICK_ACKS: u8 = 16;
 /// As many quick acknowledgements as there are segments.
@@ -291,7 +302,7 @@ impl Connection {
             orphan: false,
             send: Send::default(),
             receive: Receive {
-                quick_acks: QUICK_ACKS,
+                quick_acks: ONE_WAY + QUICK_ACKS,
                 last_at: now,
                 memory: config.receive_buffer,
                 predicted: NOT_PREDICTED,
@@ -560,9 +571,9 @@ impl Connection {
         self.held = held;
     }
 
-    /// Acknowledges every segment at once, or as usual.
+    /// Acknowledges every segment at once, or as where the program answers (both as by Linux's TCP_QUICKACK).
     pub fn set_quick_ack(&mut self, always: bool) {
-        self.receive.quick_acks = if always { ALWAYS } else { 0 };
+        self.receive.quick_acks = if always { ALWAYS } else { INTERACTIVE };
     }
 
     /// Sets TCP_USER_TIMEOUT in milliseconds, 0 for none.

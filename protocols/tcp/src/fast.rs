@@ -24,14 +24,14 @@ impl Connection {
     /// Whether any segment belongs to the fast path: it must have no flags but ACK and PSH, no options but timestamps,
     /// and no congestion mark (RFC 3168).
     pub fn is_fast_segment(&self, segment: &Segment) -> bool {
-        let Segment { seq, ack, window, length, options, .. } = *segment;
+        let options = &segment.options;
         let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0
             && !segment.congestion_experienced
             && options.sack.is_empty()
             && options.mss.is_none()
             && options.window_scale.is_none()
             && !options.sack_permitted;
-        plain && self.is_fast(Plain { seq, ack, window, timestamps: options.timestamps, length })
+        plain && self.is_fast(segment.plain())
     }
 
     /// Whether the connection needs nothing but the fast path: it is open in both directions, nothing is out of order,
@@ -130,7 +130,8 @@ mod tests {
                 let ack = tcp.snd_una().wrapping_add((draw(20) == 0).into());
                 let length = [0, 1, 100, 1448, 3000][draw(5) as usize];
                 let from = seq.wrapping_sub(u32::from(draw(25) == 0));
-                let plain = Plain { seq: from, ack, window: [0, 900, 1000][draw(12).min(2) as usize], timestamps, length };
+                let (window, pushed) = ([0, 900, 1000][draw(12).min(2) as usize], draw(2) == 0);
+                let plain = Plain { seq: from, ack, window, timestamps, length, pushed };
                 if draw(3) > 0 {
                     tcp.enable_prediction();
                 }

@@ -1,6 +1,6 @@
 //! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
 
-use crate::connection::{ALWAYS, Connection, Due, EndReason, NOT_PREDICTED, Send, State};
+use crate::connection::{ALWAYS, Connection, Due, EndReason, NOT_PREDICTED, ONE_WAY, Send, State};
 use crate::reassembly::most_ranges;
 use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
@@ -15,6 +15,8 @@ const REORDERING: u64 = 50;
 /// Bytes of payload from which on a segment counts as full if the one in front of it is as long: less than any usual
 /// path carries.
 const SMALL: u32 = 500;
+/// Microseconds within which two segments count as sent at once.
+const AT_ONCE: u64 = 1_000;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
@@ -31,10 +33,10 @@ impl Connection {
     pub fn input(&mut self, segment: &Segment, now: Instant) -> Received {
         let ordinary = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
         if ordinary && !segment.congestion_experienced && segment.options.sack.is_empty() {
-            let Segment { seq, ack, window, length, .. } = *segment;
-            let plain = Plain { seq, ack, window, timestamps: segment.options.timestamps, length };
+            let plain = segment.plain();
             if self.expects(&plain) {
                 let (acked, events) = self.take_expected(&plain, now);
+                let Plain { seq, length, .. } = plain;
                 return Received { skip: 0, place: length, place_seq: seq, delivered: length, acked, events };
             }
         }
@@ -156,7 +158,7 @@ impl Connection {
         let (acked, events) = self.process_plain_ack(segment, now);
         if segment.length > 0 {
             self.receive.nxt = segment.seq.wrapping_add(segment.length);
-            self.schedule_ack(segment.length, now);
+            self.schedule_ack(segment.length, segment.pushed, now);
         }
         (acked, events)
     }
@@ -409,7 +411,7 @@ impl Connection {
             if reached != in_order || !self.reassembly.is_empty() {
                 self.due |= Due::ACK;
             }
-            self.schedule_ack(length, now);
+            self.schedule_ack(length, segment.flags.contains(Flags::PSH), now);
         }
         if self.reassembly.fin_at() == Some(self.receive.nxt) {
             self.take_fin(now, received);
@@ -488,22 +490,247 @@ impl Connection {
     /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms. The peer's full
     /// segments may be smaller than ours: then the second of the same size is one.
     #[inline(always)]
-    fn schedule_ack(&mut self, length: u32, now: Instant) {
+    fn schedule_ack(&mut self, length: u32, pushed: bool, now: Instant) {
         let r = &mut self.receive;
         r.unacked += length;
-        if r.quick_acks > 0 {
+        if r.quick_acks > ONE_WAY {
             r.quick_acks -= u8::from(r.quick_acks != ALWAYS);
             self.due |= Due::ACK;
         } else if r.unacked >= 2 * (if length < SMALL { self.send.mss } else { length.min(self.send.mss) }) {
             self.due |= Due::ACK;
-        } else if self.timers.ack_at == Instant::NEVER {
-            self.delay_ack(now);
+        } else {
+            self.delay_ack(length, pushed, now);
         }
     }
 
-    /// Kept apart so that the moment is not computed where it is not needed.
+    /// Delays an acknowledgement, unless the peer seems to wait for it: by Nagle's rule the peer sends no partial
+    /// segment until the last one is acknowledged.
+    ///
+    /// A partial segment that ends a write (PSH) may wait for the program's answer, but not if the program does not
+    /// answer (as in Linux, tcp_cleanup_rbuf, but there the program has to read first). A segment that ends no write
+    /// has more behind it, which waits if a partial one came before (in Linux anything beyond a full segment counts).
+    /// If the peer has not sent that at once, it did not wait for an answer.
+    ///
+    /// Kept apart so that none of this is computed where it is not needed.
     #[inline(never)]
-    fn delay_ack(&mut self, now: Instant) {
-        self.timers.ack_at = now.after(DELAYED_ACK);
+    fn delay_ack(&mut self, length: u32, pushed: bool, now: Instant) {
+        let (r, ack_at) = (&mut self.receive, &mut self.timers.ack_at);
+        let awaited = if pushed { r.quick_acks == ONE_WAY && length != self.send.mss } else { r.unacked > self.send.mss };
+        if awaited {
+            self.due |= Due::ACK;
+            if *ack_at < now.after(DELAYED_ACK - AT_ONCE) && self.reassembly.is_empty() {
+                r.expect_no_answer();
+            }
+        } else if *ack_at == Instant::NEVER {
+            *ack_at = now.after(DELAYED_ACK);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::{Config, QUICK_ACKS};
+    use crate::segment::Transmit;
+
+    const MILLI: u64 = 1000;
+    const MSS: u32 = 1448;
+
+    fn random(seed: u64) -> impl FnMut(u32) -> u32 {
+        let mut state = seed;
+        move |below| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as u32 % below
+        }
+    }
+
+    /// Two ends of an open connection without TCP_NODELAY, on a path without delay.
+    struct Pair {
+        /// The one that writes, and the one whose acknowledgements are judged.
+        ends: [Connection; 2],
+        now: Instant,
+        /// Bytes that a device of the writer's takes at once.
+        most: u32,
+    }
+
+    impl Pair {
+        /// After the first acknowledgements, which are never delayed.
+        fn new(most: u32) -> Pair {
+            let now = Instant(1_000_000);
+            let client = Connection::connect(Config::default(), 1000, 7, now);
+            let mut pair = Pair { ends: [client.clone(), client], now, most };
+            let syn = pair.ends[0].poll_transmit(now, 0).expect("a SYN");
+            let syn = Segment { seq: syn.seq, flags: syn.flags, window: syn.window, options: syn.options, ..Segment::default() };
+            pair.ends[1] = Connection::accept(Config::default(), &syn, 2000, 9, now).expect("a plain SYN");
+            pair.exchange();
+            for _ in 0..QUICK_ACKS {
+                pair.now = pair.now.after(MILLI);
+                pair.write(&[MSS]);
+            }
+            pair
+        }
+
+        /// Moves segments until neither end has any left. Returns how many pure acknowledgements the reader has sent.
+        fn exchange(&mut self) -> u32 {
+            let mut pure = 0;
+            loop {
+                let mut any = false;
+                for from in 0..2 {
+                    while let Some(sent) = self.ends[from].poll_transmit(self.now, self.most) {
+                        any = true;
+                        pure += u32::from(from == 1 && sent.length == 0 && sent.flags == Flags::ACK);
+                        let Transmit { seq, ack, flags, window, options, length, .. } = sent;
+                        let segment = Segment { seq, ack, flags, window, options, length, congestion_experienced: false };
+                        let to = &mut self.ends[1 - from];
+                        let received = to.input(&segment, self.now);
+                        assert_eq!(received.place, length, "all of it fits");
+                        assert!(to.consumed(received.delivered));
+                        if from == 0 {
+                            break;
+                        }
+                    }
+                }
+                if !any {
+                    return pure;
+                }
+            }
+        }
+
+        /// The program writes these lengths one after the other. Returns what [`Pair::exchange`] does.
+        fn write(&mut self, lengths: &[u32]) -> u32 {
+            let mut pure = 0;
+            for length in lengths {
+                assert!(self.ends[0].queue(*length));
+                pure += self.exchange();
+            }
+            pure
+        }
+
+        /// The reader's program answers.
+        fn answer(&mut self) -> u32 {
+            assert!(self.ends[1].queue(100));
+            self.exchange()
+        }
+
+        /// Time passes, and timers that expire meanwhile do their work.
+        fn wait(&mut self, micros: u64) {
+            let until = self.now.after(micros);
+            while let next = self.ends[0].next_timeout().min(self.ends[1].next_timeout())
+                && next <= until
+            {
+                self.now = next;
+                for end in &mut self.ends {
+                    end.on_timeout(next);
+                }
+                self.exchange();
+            }
+            self.now = until;
+        }
+
+        fn all_came(&self) -> bool {
+            self.ends[1].rcv_nxt() == self.ends[0].snd_end()
+        }
+    }
+
+    /// A program that only receives: what its peer writes comes without time passing, whatever Nagle's rule holds back
+    /// there until an acknowledgement comes.
+    #[test]
+    fn a_message_waits_for_no_acknowledgement() {
+        for seed in 0..100 {
+            let mut draw = random(seed);
+            let mut pair = Pair::new(if draw(2) == 0 { 0 } else { 65536 });
+            for _ in 0..100 {
+                let most = [400, 3000, 20_000][draw(3) as usize];
+                let lengths = [1 + draw(most), 1 + draw(3000)];
+                pair.write(&lengths[..=draw(2) as usize]);
+                assert!(pair.all_came(), "{lengths:?}");
+                pair.wait(u64::from(draw(5)) * MILLI);
+            }
+        }
+    }
+
+    /// A program that answers each request: its answer is the acknowledgement of a request that came in one write.
+    #[test]
+    fn an_answer_is_the_acknowledgement() {
+        for length in [1, 100, 499, 500, 1000, MSS, MSS + 100] {
+            for most in [0, 65536] {
+                let mut pair = Pair::new(most);
+                pair.write(&[100]);
+                pair.answer();
+                for _ in 0..100 {
+                    pair.wait(MILLI);
+                    let pure = pair.write(&[length]);
+                    assert!(pair.all_came());
+                    pair.wait(MILLI);
+                    assert_eq!((pure, pair.answer()), (0, 0), "{length} bytes");
+                }
+            }
+        }
+    }
+
+    /// Where a request is two writes, a full segment that does not end the second one shows that the peer has more,
+    /// which waits until the first write is acknowledged.
+    #[test]
+    fn a_request_in_two_writes_does_not_wait() {
+        for second in [MSS + 1, 2000, 2 * MSS - 1, 2 * MSS + 1, 4000, 10_000] {
+            for most in [0, 65536] {
+                let mut pair = Pair::new(most);
+                pair.write(&[100]);
+                pair.answer();
+                for _ in 0..100 {
+                    pair.wait(MILLI);
+                    pair.write(&[300, second]);
+                    assert!(pair.all_came(), "{second} bytes behind the first");
+                    pair.answer();
+                }
+            }
+        }
+    }
+
+    /// A program that has stopped to answer: one acknowledgement was delayed in vain, and then none is.
+    #[test]
+    fn after_a_delay_in_vain_small_messages_are_acknowledged_at_once() {
+        let mut pair = Pair::new(0);
+        pair.write(&[100]);
+        pair.answer();
+        pair.wait(MILLI);
+        assert_eq!(pair.write(&[100, 100]), 0);
+        assert!(!pair.all_came(), "as on Linux, where the program seems to answer");
+        pair.wait(DELAYED_ACK);
+        assert!(pair.all_came());
+        for _ in 0..100 {
+            pair.wait(MILLI);
+            assert_eq!(pair.write(&[100]), 1);
+        }
+        pair.answer();
+        pair.wait(MILLI);
+        assert_eq!(pair.write(&[100]), 0, "it answers again");
+    }
+
+    /// The same if messages fill a full segment before the delay is over.
+    #[test]
+    fn fast_messages_wait_once() {
+        let mut pair = Pair::new(0);
+        pair.write(&[100]);
+        pair.answer();
+        let waited = (0..1000).filter(|_| {
+            pair.wait(MILLI);
+            pair.write(&[100]);
+            !pair.all_came()
+        });
+        assert!(waited.count() < (MSS / 100 + 2) as usize);
+    }
+
+    /// Bulk data is acknowledged every second segment, also where each segment is a write, and where small messages
+    /// came between.
+    #[test]
+    fn every_second_full_segment_is_acknowledged() {
+        let mut pair = Pair::new(0);
+        assert_eq!(pair.write(&[1000 * MSS]), 500);
+        assert_eq!(pair.write(&[MSS; 1000]), 500);
+        assert_eq!(pair.write(&[100]), 1);
+        assert_eq!(pair.write(&[1000 * MSS]), 500);
+        pair.answer();
+        assert_eq!(pair.write(&[1000 * MSS]), 500, "also of a program that answers");
     }
 }

@@ -1,7 +1,7 @@
 //! Opening a connection: connect, the answer to a SYN, and both at once (RFC 9293 section 3.5, options of RFC 7323,
 //! 2018, 6691), with data in the SYN where the caller has a Fast Open cookie (RFC 7413).
 
-use crate::connection::{Agreed, Config, Connection, Due, EndReason, State};
+use crate::connection::{Agreed, Config, Connection, Due, EndReason, INTERACTIVE, State};
 use crate::recovery::Phase;
 use crate::scoreboard::Sample;
 use crate::segment::{Events, Received, Segment, Transmit};
@@ -225,7 +225,7 @@ impl Connection {
         self.state = if self.send.fin_queued { State::FinWait1 } else { State::Established };
         self.begin_transfer(segment.ack);
         if self.has_unsent() {
-            self.receive.quick_acks = 0;
+            self.receive.quick_acks = INTERACTIVE;
         }
         self.peer_alive();
         self.rearm_send_timer(now);

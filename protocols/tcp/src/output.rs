@@ -1,6 +1,6 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
-use crate::connection::{ALWAYS, Connection, Due, State};
+use crate::connection::{ALWAYS, Connection, Due, INTERACTIVE, State};
 use crate::scoreboard::{EVER, PUSHED, UNTIMED};
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
@@ -247,13 +247,12 @@ impl Connection {
         }
     }
 
-    /// Data goes out shortly after data came in: the two answer each other, so acknowledgements may wait for the next
-    /// answer (Linux's ping-pong mode; RFC 9293 section 3.8.6.3).
+    /// Data goes out shortly after data came in: the two answer each other.
     fn answer_later(&mut self, now: Instant) {
         let r = &mut self.receive;
         let came = r.nxt != self.opening.peer_isn.wrapping_add(1);
         if came && r.quick_acks != ALWAYS && now.since(r.last_at) < DELAYED_ACK {
-            r.quick_acks = 0;
+            r.quick_acks = INTERACTIVE;
         }
     }
 

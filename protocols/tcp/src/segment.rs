@@ -30,6 +30,13 @@ impl Segment {
         let controls = u32::from(self.flags.contains(Flags::SYN)) + u32::from(self.flags.contains(Flags::FIN));
         self.seq.wrapping_add(self.length).wrapping_add(controls)
     }
+
+    /// The fields of a plain segment.
+    #[inline(always)]
+    pub fn plain(&self) -> Plain {
+        let Segment { seq, ack, flags, window, ref options, length, .. } = *self;
+        Plain { seq, ack, window, timestamps: options.timestamps, length, pushed: flags.contains(Flags::PSH) }
+    }
 }
 
 impl From<&Plain> for Segment {
@@ -37,7 +44,7 @@ impl From<&Plain> for Segment {
         Segment {
             seq: plain.seq,
             ack: plain.ack,
-            flags: Flags::ACK,
+            flags: if plain.pushed { Flags::ACK | Flags::PSH } else { Flags::ACK },
             window: plain.window,
             options: TcpOptions { timestamps: plain.timestamps, ..TcpOptions::default() },
             congestion_experienced: false,

@@ -131,6 +131,10 @@ impl Connection {
         if self.timers.ack_at <= now {
             self.timers.ack_at = Instant::NEVER;
             self.due.set(Due::ACK, self.due.contains(Due::ACK) || self.receive.unacked > 0 || !self.reassembly.is_empty());
+            if self.reassembly.is_empty() {
+                // As in Linux, tcp_delack_timer_handler.
+                self.receive.expect_no_answer();
+            }
         }
         if self.timers.time_wait_at <= now {
             self.stop_timers(Timers::default());

@@ -40,7 +40,7 @@ pub struct Served {
     pub profile: Profile,
     /// The host's cycles for a packet, the server's own among them.
     pub cycles: f64,
-    /// Megabits of answers a second that reach the clients.
+    /// Megabits of answers a second that the clients read.
     pub rate: f64,
     /// Share of the time that the host's and the NIC's processor were busy.
     pub busy: [f64; 2],
@@ -260,7 +260,6 @@ impl World {
         let Some(far) = &mut client.far else { return };
         let received = far.input(segment, micros(self.now));
         if received.delivered > 0 {
-            self.bytes += u64::from(received.delivered);
             client.read_at = client.read_at.max(self.now) + 1000 * pause(received.delivered.into());
             self.agenda.enter(client.read_at, Happening::Reads(at, client.epoch, received.delivered));
         }
@@ -283,6 +282,7 @@ impl World {
         let client = &mut self.clients[at];
         let Some(far) = &mut client.far else { return };
         far.consumed(bytes);
+        self.bytes += u64::from(bytes);
         client.wanted = client.wanted.saturating_sub(bytes.into());
         if client.wanted == 0 {
             if client.requests > 0 {

@@ -2,6 +2,7 @@
 //! other; only its cost comes from the model. Virtual time in microseconds.
 
 use baton_tcp::{Config, Connection, Instant, Segment, State, Transmit};
+use baton_wire::Flags;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -69,6 +70,8 @@ pub struct Outcome {
 
 /// Bytes of memory at the peer.
 const RECEIVE: u32 = 1 << 18;
+/// Packets whose acknowledgements it does not delay: the first.
+const QUICK: u64 = 16;
 
 #[derive(Debug)]
 enum Work {
@@ -125,6 +128,8 @@ struct World {
     blocked: bool,
     interrupts: u64,
     packets: u64,
+    /// Packets that have reached the peer.
+    arrived: u64,
     received: u64,
     timer: u64,
 }
@@ -174,6 +179,7 @@ impl World {
             blocked: false,
             interrupts: 0,
             packets: 0,
+            arrived: 0,
             received: 0,
             timer: u64::MAX,
         };
@@ -325,6 +331,13 @@ impl World {
         match event {
             Event::Done(on, work) => self.done(on, work),
             Event::AtPeer(segment) => {
+                // A peer of the time delays acknowledgements, also of what it will not answer, and whatever a segment
+                // ends.
+                let segment = Segment { flags: segment.flags | Flags::PSH, ..segment };
+                self.arrived += 1;
+                if self.arrived > QUICK {
+                    self.peer.set_quick_ack(false);
+                }
                 self.peer.input(&segment, self.at());
                 self.answer();
             }

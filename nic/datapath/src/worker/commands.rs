@@ -26,6 +26,9 @@ const MOST_FRAMES: u64 = 1024;
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
 const MIN_MTU: u32 = 68;
 
+/// Microseconds for which a program that has sent counts as one that answers: as long as acknowledgements are delayed.
+const LATELY: u32 = 40_000;
+
 /// The counter of the agent's commands with this operation.
 fn of_agent(operation: Operation) -> Counter {
     match operation {
@@ -217,7 +220,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         let tcp = Connection::from_image(&image, nic.as_ref(), receive_size, now);
         let offloaded = Offloaded::new(tcp, &image, memory, session, session_memory, nic_memory, index);
         let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
-        offloaded.tcp.set_quick_ack(quick_ack);
+        // A kernel does not say whether a program answers what comes; one that has sent lately does.
+        let answers = nic.is_none() && image.sent_ago.is_none_or(|ago| ago < LATELY);
+        if quick_ack || answers {
+            offloaded.tcp.set_quick_ack(quick_ack);
+        }
         offloaded.growth = Growth::new(memory, most, offloaded.flags_of_block());
         if let Some(most) = largest_window(most) {
             offloaded.tcp.limit_window(most);

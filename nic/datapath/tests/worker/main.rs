@@ -50,6 +50,7 @@ use baton_abi::{Cid, Control, ENDED, HOLD, MORE, Message, Operation, RestoreCaus
 use baton_datapath::WorkerSettings;
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED, NicState};
+use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Flags, TcpFrame, TcpOptions};
 use proptest::prelude::*;
@@ -561,6 +562,18 @@ fn segments_of_one_batch_are_acknowledged_together() {
         }
         assert_eq!(acknowledged, [seq], "after {batch} segments");
     }
+}
+
+/// Of a program that has not sent for long, from the move on: by Nagle's rule its peer sends nothing until then.
+#[test]
+fn one_way_messages_are_acknowledged_at_once() {
+    let mut stage = Stage::empty(WorkerSettings::default());
+    stage.offload_as(0, &Image { sent_ago: Some(50_000), ..Image::open(flow(0)) });
+    for _ in 0..100 {
+        stage.now = stage.now.after(3000);
+        stage.victim_goes_on(100);
+    }
+    assert!(stage.now < Instant(1_000_000).after(100 * 3100), "none waited");
 }
 
 /// While frames come, the other sources wait for a batch of them at most; they do not wait once there is none.

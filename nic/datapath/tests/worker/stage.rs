@@ -101,14 +101,24 @@ impl Stage {
         for (word, value) in [of, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
             self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
         }
-        let mut bytes = [0u8; MAX_ENCODED];
-        Image::open(flow).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
+        self.write_image(of, &Image::open(flow));
+    }
+
+    fn write_image(&self, of: u32, image: &Image) {
+        let mut bytes = [0u8; MAX_ENCODED];
+        image.encode(&mut bytes).unwrap();
         self.nic_memory.write(nic::scratch(of) + scratch::IMAGE, &bytes).unwrap();
     }
 
     pub fn offload(&mut self, of: u32, flow: Flow) {
-        self.prepare(of, flow);
+        self.offload_as(of, &Image::open(flow));
+    }
+
+    /// Hands over a connection with this image.
+    pub fn offload_as(&mut self, of: u32, image: &Image) {
+        self.prepare(of, image.flow);
+        self.write_image(of, image);
         self.hand_off(of);
     }
 

@@ -3,7 +3,7 @@
 use baton_fuzz::{Choice, note};
 use baton_image::{Image, MAX_ENCODED, TS_RECENT_LASTS};
 use baton_tcp::{Config, Connection, EndReason, Instant, Received, Segment, State, Transmit};
-use baton_wire::{Endpoint, Fields, Flags, Flow, Plain};
+use baton_wire::{Endpoint, Fields, Flags, Flow};
 
 /// Microseconds without an answer after which a connection may end.
 const GIVES_UP: u64 = 60_000_000;
@@ -138,8 +138,7 @@ impl End {
 
     /// The fast paths of a worker. What comes of them is what comes of the slow one.
     fn predict(&mut self, segment: &Segment, now: Instant) -> (Received, Option<Transmit>) {
-        let Segment { seq, ack, window, length, .. } = *segment;
-        let plain = Plain { seq, ack, window, timestamps: segment.options.timestamps, length };
+        let (plain, Segment { seq, length, .. }) = (segment.plain(), *segment);
         let ordinary = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
         if !ordinary || segment.congestion_experienced || !segment.options.sack.is_empty() {
             return (self.tcp.input(segment, now), None);
