@@ -142,10 +142,13 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
         Some(table::File::Set(set)) => File::Set(set),
         Some(table::File::Ring(_)) | None => return native(),
     };
-    let given = faults::read(event.cast_const()).map(|event| (event.events, event.u64));
     let given = match operation {
+        // It has no event, and its pointer is often null.
         EPOLL_CTL_DEL => None,
-        EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,
+        EPOLL_CTL_ADD | EPOLL_CTL_MOD if epfd != fd => match faults::read(event.cast_const()) {
+            Some(event) => Some((event.events, event.u64)),
+            None => return native(),
+        },
         _ => return native(),
     };
     // In a process that is closed for good nothing moves any more: a set that is waited for past this library must not

@@ -221,8 +221,20 @@ unsafe fn end_by(signal: c_int, info: *const siginfo_t) {
     }
 }
 
+/// Whether an address is null, or of an element of an array at null. Many valid calls pass null. An access would raise
+/// a signal where the program natively gets none, and its threads may share one alternate stack for signals, on which
+/// only one of them can be at a time.
+fn is_null<T>(address: *const T) -> bool {
+    /// Bytes at null at which no memory is mapped (`vm.mmap_min_addr`).
+    const PAGE: usize = 4096;
+    address.addr() < PAGE
+}
+
 /// A value at an address of the program's. None if there is no such memory.
 pub(crate) fn read<T: Plain>(from: *const T) -> Option<T> {
+    if is_null(from) {
+        return None;
+    }
     let mut value = MaybeUninit::<T>::uninit();
     // SAFETY: room for a value, of a type for which any bytes are one.
     unsafe { guarded::copy(from.cast(), value.as_mut_ptr().cast(), size_of::<T>()).then(|| value.assume_init()) }
@@ -232,7 +244,7 @@ pub(crate) fn read<T: Plain>(from: *const T) -> Option<T> {
 #[must_use]
 pub(crate) fn read_all<T: Plain>(from: *const T, values: &mut [T]) -> bool {
     // SAFETY: `values` has room, and its type has no invalid bytes.
-    values.is_empty() || unsafe { guarded::copy(from.cast(), values.as_mut_ptr().cast(), size_of_val(values)) }
+    values.is_empty() || !is_null(from) && unsafe { guarded::copy(from.cast(), values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
 /// Writes a value at an address of the program's. False if there is no such memory.
@@ -242,7 +254,7 @@ pub(crate) fn read_all<T: Plain>(from: *const T, values: &mut [T]) -> bool {
 #[must_use]
 pub(crate) unsafe fn write<T: Plain>(to: *mut T, value: T) -> bool {
     // SAFETY: `value` lives; the caller's promise.
-    unsafe { guarded::copy((&raw const value).cast(), to.cast(), size_of::<T>()) }
+    !is_null(to) && unsafe { guarded::copy((&raw const value).cast(), to.cast(), size_of::<T>()) }
 }
 
 /// As [`write`], for several values.
@@ -252,7 +264,7 @@ pub(crate) unsafe fn write<T: Plain>(to: *mut T, value: T) -> bool {
 #[must_use]
 pub(crate) unsafe fn write_all<T: Plain>(to: *mut T, values: &[T]) -> bool {
     // SAFETY: `values` live; the caller's promise.
-    values.is_empty() || unsafe { guarded::copy(values.as_ptr().cast(), to.cast(), size_of_val(values)) }
+    values.is_empty() || !is_null(to) && unsafe { guarded::copy(values.as_ptr().cast(), to.cast(), size_of_val(values)) }
 }
 
 /// Types of which any bytes are a value.

@@ -4,7 +4,13 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/poll.h>
+#include <sys/select.h>
+#include <sys/sendfile.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <sys/wait.h>
 
@@ -148,6 +154,105 @@ static void use_profiler(void)
     call_fails();
 }
 
+/* Valid calls with null, or with a pointer that the kernel does not read: no signal is raised. All threads of a program may share one stack for
+ * signals, where two at once would overwrite each other's. */
+
+static char for_signals[1 << 16];
+static void *volatile null;
+
+#define QUIET(call) \
+    do { \
+        CHECK(call); \
+        for (size_t at = 0; at < sizeof for_signals; at++) \
+            if (for_signals[at] != 7) { \
+                fprintf(stderr, "a signal in %s\n", #call); \
+                _exit(1); \
+            } \
+    } while (0)
+
+static void quiet_sets(int fd, int peer)
+{
+    struct timespec none = {0};
+    struct epoll_event event = {.events = EPOLLIN}, got;
+    int set = epoll_create1(0);
+    for (void *unread = NULL;; unread = hole) {
+        QUIET(epoll_ctl(set, EPOLL_CTL_ADD, fd, &event) == 0);
+        QUIET(epoll_ctl(set, EPOLL_CTL_DEL, fd, unread) == 0);
+        QUIET(epoll_ctl(set, EPOLL_CTL_DEL, fd, unread) == -1 && errno == ENOENT);
+        if (unread != NULL)
+            break;
+    }
+    QUIET(epoll_ctl(set, EPOLL_CTL_ADD, fd, NULL) == -1 && errno == EFAULT);
+    QUIET(epoll_ctl(set, EPOLL_CTL_ADD, fd, &event) == 0);
+    QUIET(epoll_ctl(set, EPOLL_CTL_MOD, fd, NULL) == -1 && errno == EFAULT);
+    QUIET(send(peer, "x", 1, 0) == 1 && epoll_wait(set, &got, 1, -1) == 1);
+    QUIET(epoll_pwait(set, &got, 1, -1, NULL) == 1);
+    QUIET(epoll_pwait2(set, &got, 1, NULL, NULL) == 1);
+    QUIET(epoll_wait(set, null, 1, 0) == -1 && errno == EFAULT);
+    fd_set read;
+    FD_ZERO(&read);
+    FD_SET(fd, &read);
+    QUIET(select(fd + 1, &read, NULL, NULL, NULL) == 1);
+    QUIET(pselect(fd + 1, &read, NULL, NULL, NULL, NULL) == 1);
+    QUIET(select(fd + 1, NULL, NULL, NULL, &(struct timeval){0}) == 0);
+    struct pollfd entry = {.fd = fd, .events = POLLIN};
+    QUIET(poll(&entry, 1, -1) == 1 && ppoll(&entry, 1, NULL, NULL) == 1);
+    QUIET(poll(NULL, 0, 0) == 0 && ppoll(NULL, 0, &none, NULL) == 0);
+    QUIET(poll(null, 1, 0) == -1 && errno == EFAULT);
+    QUIET(recv(fd, &got, 1, 0) == 1);
+    close(set);
+}
+
+static void quiet_transfers(int fd, int peer)
+{
+    char bytes[4];
+    struct iovec vector = {bytes, 1};
+    struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1};
+    struct mmsghdr messages = {.msg_hdr = message};
+    int file = memfd_create("faults", 0);
+    CHECK(write(file, "hello", 5) == 5 && lseek(file, 0, SEEK_SET) == 0);
+    QUIET(sendto(peer, "x", 1, 0, NULL, 0) == 1 && recvfrom(fd, bytes, 1, 0, NULL, NULL) == 1);
+    QUIET(sendto(peer, "x", 1, 0, NULL, 0) == 1 && recvfrom(fd, bytes, 1, 0, NULL, (socklen_t *)hole) == 1);
+    QUIET(sendmsg(peer, &message, 0) == 1 && recvmsg(fd, &message, 0) == 1);
+    QUIET(sendmmsg(peer, &messages, 1, 0) == 1 && recvmmsg(fd, &messages, 1, 0, NULL) == 1);
+    QUIET(send(peer, "x", 1, 0) == 1 && read(fd, bytes, 1) == 1 && recv(fd, bytes, 1, MSG_DONTWAIT) == -1);
+    QUIET(sendfile(peer, file, NULL, 1) == 1 && read(fd, bytes, 1) == 1);
+    QUIET(sendmsg(peer, NULL, 0) == -1 && errno == EFAULT);
+    QUIET(recvmsg(fd, NULL, MSG_DONTWAIT) == -1 && errno == EFAULT);
+    QUIET(ioctl(fd, FIONREAD, NULL) == -1 && errno == EFAULT);
+    QUIET(setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, NULL, 4) == -1 && errno == EFAULT);
+    close(file);
+}
+
+/* A stream takes no bytes, and leaves out some, without memory for them. */
+static void quiet_stream(int fd, int peer)
+{
+    QUIET(read(fd, NULL, 0) == 0 && write(fd, NULL, 0) == 0 && send(fd, NULL, 0, 0) == 0);
+    QUIET(readv(fd, &(struct iovec){NULL, 0}, 1) == 0 && writev(fd, &(struct iovec){NULL, 0}, 1) == 0);
+    QUIET(write(peer, "hello", 5) == 5 && recv(fd, NULL, 5, MSG_TRUNC | MSG_WAITALL) == 5);
+    QUIET(sigaction(SIGSEGV, NULL, NULL) == 0);
+}
+
+static void stay_quiet(void)
+{
+    struct sigaction action = {.sa_handler = count, .sa_flags = SA_ONSTACK};
+    stack_t stack = {.ss_sp = for_signals, .ss_size = sizeof for_signals};
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    int datagrams[2] = {socket(AF_INET, SOCK_DGRAM, 0), socket(AF_INET, SOCK_DGRAM, 0)};
+    CHECK(bind(datagrams[0], (struct sockaddr *)&address, length) == 0 && getsockname(datagrams[0], (struct sockaddr *)&address, &length) == 0);
+    CHECK(connect(datagrams[1], (struct sockaddr *)&address, length) == 0);
+    memset(for_signals, 7, sizeof for_signals);
+    CHECK(sigaltstack(&stack, NULL) == 0 && sigaction(SIGSEGV, &action, NULL) == 0);
+    quiet_sets(ends.server, ends.client);
+    quiet_transfers(ends.server, ends.client);
+    quiet_stream(ends.server, ends.client);
+    quiet_sets(datagrams[0], datagrams[1]);
+    quiet_transfers(datagrams[0], datagrams[1]);
+    for_signals[0] = 8;
+    CHECK(raise(SIGSEGV) == 0 && faults == 1 && memchr(for_signals, 0, sizeof for_signals) != NULL);
+}
+
 /* How a child ends that does something. */
 static int end_of(void (*does)(void))
 {
@@ -266,5 +371,7 @@ int main(int number, char **arguments)
         return near_stack(), 0;
     if (strcmp(name, "ends") == 0)
         return end(), 0;
+    if (strcmp(name, "nulls") == 0)
+        return stay_quiet(), 0;
     return 2;
 }
