@@ -417,7 +417,8 @@ impl Tcp {
     pub fn forget_failed(&'static self) {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
-            let _ = session.shared.forget(connection, false);
+            // A socket that is closed now leaves its port to the next one at once.
+            let _ = session.shared.forget(connection, true);
             self.connecting.store(false, RELAXED);
             self.put_into(State::Candidate);
             self.rearm();

@@ -472,14 +472,15 @@ impl Shared {
     /// Makes the agent forget a connection, which is then in the kernel, with no descriptor outside of the program. An
     /// agent that does not answer forgets it later, and has its descriptor until then.
     ///
-    /// `lingers`: the socket's last close(2) waits, or resets the connection (SO_LINGER). Then this returns when agent
-    /// and keeper have closed their descriptors of it, and after [`LIMIT`] in any case.
+    /// `alone`: the socket's last close(2) has to be the program's, since it waits, or resets the connection
+    /// (SO_LINGER), or leaves the local port to the next socket. Then this returns when agent and keeper have closed
+    /// their descriptors of it, and after [`LIMIT`] in any case.
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
-    pub fn forget(&self, connection: &Connection, lingers: bool) -> io::Result<()> {
+    pub fn forget(&self, connection: &Connection, alone: bool) -> io::Result<()> {
         // Without them at the limit of descriptors.
-        let (ours, theirs) = lingers.then(Channel::pair).and_then(Result::ok).unzip();
+        let (ours, theirs) = alone.then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
         let moves = connection.begin_leaving();

@@ -383,7 +383,8 @@ impl Tcp {
             session.note_socket(connection.number(), None);
             let lingers = options::kernels(fd, libc::SOL_SOCKET, libc::SO_LINGER).is_some_and(|on| on != 0);
             let sends_fin = closes && !lingers && self.is_this_processes_alone() && options::unread(self, fd) == Some(0);
-            let _ = session.shared.forget(connection, lingers);
+            // The next socket can have the local port of one whose connection was never opened.
+            let _ = session.shared.forget(connection, lingers || connection.was_not_opened());
             if sends_fin && options::unread_in_kernel(fd).is_some_and(|unread| unread > 0) {
                 // These bytes have come since the program called close. Without Baton the FIN would have left before
                 // them: the peer would read the end of the stream, and be reset for what it sent later. The kernel's

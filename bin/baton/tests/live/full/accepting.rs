@@ -157,9 +157,10 @@ fn a_program_that_is_closed_for_good_accepts_what_the_nic_makes(beside: bool) {
     let program = format!(
         "
 import ctypes, os, sys, threading
+sys.setswitchinterval(1000)
 def fork():
     sys.stdin.readline()
-    # 57 is SYS_fork of x86-64. The child has Python's lock.
+    # 57 is SYS_fork of x86-64. The child has Python's lock, which nobody has asked it to give up.
     if ctypes.PyDLL(None).syscall(57) == 0:
         os._exit(0)
     os.wait()

@@ -14,6 +14,7 @@ use std::process::{Command, Stdio};
 in_both_shapes! {
     connecting_fails_as_natively
     a_socket_that_was_refused_connects_again
+    a_socket_that_was_refused_leaves_its_port_to_the_next
     each_connection_of_a_socket_has_its_edges
     connect_goes_on_with_what_it_has_begun
     a_negative_time_limit_lets_nothing_wait
@@ -207,6 +208,35 @@ fn connecting_fails_as_natively(beside: bool) {
     let opens = ["open"; 8].join(" ");
     assert_eq!(ours, format!("EHOSTUNREACH\nEHOSTUNREACH\nECONNREFUSED\nETIMEDOUT\nin time\nEADDRNOTAVAIL {opens}\n"));
     drop(listener);
+}
+
+/// Connects sockets to a port where nobody listens, one after the other: half of them wait for the result.
+const ALL_REFUSED: &str = "
+import collections, errno, select, socket, sys
+why = collections.Counter()
+for at in range(200):
+    with socket.socket() as one:
+        one.setblocking(at % 2)
+        error = one.connect_ex((sys.argv[1], 6001))
+        if error == errno.EINPROGRESS:
+            select.select([], [one], [])
+            error = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        why[errno.errorcode[error]] += 1
+print(why)
+";
+
+/// The only local port that there is belongs to the next socket when the last one is closed.
+fn a_socket_that_was_refused_leaves_its_port_to_the_next(beside: bool) {
+    let bed = bed(beside);
+    let ports = bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "42000 42000"));
+    ports.expect("the range of ports");
+    let ours = run(&bed, true, &["python3", "-c", ALL_REFUSED, &address_b(false).to_string()]);
+    assert_eq!(ours, "Counter({'ECONNREFUSED': 200})\n");
+    let kernels = bed.host_a.run(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).expect("the kernel's counters");
+    let mut tcp = kernels.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+    let (mut names, mut counts) = (tcp.next().expect("names").split(' '), tcp.next().expect("counts").split(' '));
+    let opens = names.position(|name| name == "ActiveOpens").and_then(|at| counts.nth(at));
+    assert_eq!(opens, Some("0"), "the NIC opens all");
 }
 
 /// Connects each of two sockets to a port where nobody listens, and then to one where somebody does: one that waits for
