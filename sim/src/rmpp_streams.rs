@@ -270,7 +270,7 @@ impl StreamNet {
         true
     }
 
-    /// Tells the ends of a break for which it is time.
+    /// Notifies the ends of a break for which it is time.
     fn notify(&mut self, at: usize, nodes: &mut [Node], now: u64) -> bool {
         let pipe = &mut self.pipes[at];
         let mut any = false;

@@ -1,5 +1,5 @@
 /* What MPI programs do not use of the provider, and what they cannot show: address vectors as map and table, IPv4 and IPv6,
- * descriptors to wait for, cancelled sends and receives, peers that die or speak another version, a NIC that is missing.
+ * descriptors to wait for, cancelled sends and receives, peers that die or use another version, a NIC that is missing.
  *
  * fabric full ADDRESS: opens endpoints on the NIC until it has no room.
  *
@@ -357,7 +357,7 @@ static void full(const char *address)
 	while (wait(NULL) > 0)
 		;
 	/* The agent closes a session when it sees that its program has ended. */
-	/* Waits: between two tries; the agent tells nobody. */
+	/* Waits: between two tries; the agent reports it to nobody. */
 	for (double begin = now(); (result = try_open(&side, address, FI_AV_TABLE, FI_WAIT_NONE)); usleep(1000)) {
 		end(&side);
 		CHECK(now() - begin < 10);

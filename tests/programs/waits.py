@@ -32,11 +32,11 @@ from both_ways import within
 from programs import BATON, HERE
 
 TESTS = HERE.parent.parent / "bin/baton/tests"
-# What copies may run, by name. Each is told for how many seconds and by which seed, and prints a number of connections.
+# What copies may run, by name. Each gets a number of seconds and a seed, and prints a number of connections.
 PROGRAMS = ("waits", "children")
 RULES = "accepted,bytes:10500,requests:3,flip"
 NATIVE = "native"
-# Seconds that a copy may take longer than it was told. By itself it gives up when a connection has hung for 10.
+# Seconds that a copy may take longer than it was given. By itself it gives up when a connection has hung for 10.
 PATIENCE = 60
 # By chance no connection of a copy is worth a move before it ends. That so many copies in turn have had none is none.
 ENOUGH = 5

@@ -195,7 +195,7 @@ impl FlipArguments {
             Some(path) => Some(File::create(path).with_context(|| format!("making {}", path.display()))?),
             None => None,
         };
-        // The agent does not wait for the file, and so cannot tell.
+        // The agent does not wait for the file, and so does not notice.
         if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
             bail!("the report goes into a file on a disk or in memory, not into a pipe or the like");
         }
@@ -234,7 +234,7 @@ fn final_messages(mut messages: PipeReader) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// An error with the last log lines, which tell its cause.
+/// An error with the last log lines, which name its cause.
 fn with_what_was_said(error: anyhow::Error, said: &str) -> anyhow::Error {
     let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
     match &lines[lines.len().saturating_sub(SAID)..] {

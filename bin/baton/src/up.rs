@@ -130,7 +130,7 @@ impl Served {
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
 
-    /// Passes a client to the agent. Returns whether that serves it; if not, it has told the client why.
+    /// Passes a client to the agent. Returns whether that serves it; if not, it has sent the client the reason.
     fn admit(&mut self, client: &PeerChannel) -> Result<bool> {
         self.unused = 0;
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
@@ -226,7 +226,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         info!([] "nothing was measured on this machine yet ({}): baton nic gain --measure", path.display());
     }
     info!([] "it is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
-    tell_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
+    notify_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
@@ -276,7 +276,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
             }
         }
     }
-    tell_manager("STOPPING=1\nSTATUS=Every connection goes back to the kernel");
+    notify_manager("STOPPING=1\nSTATUS=Every connection goes back to the kernel");
     // Before all else: programs that are disconnected would connect again at once, and wait for an answer.
     drop(listener);
     up.keep_what_was_measured();
@@ -289,8 +289,8 @@ fn refuse(client: &PeerChannel, reason: String) {
     let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
 }
 
-/// Tells the service manager, if one has started this process, how far it is.
-fn tell_manager(lines: &str) {
+/// Notifies the service manager, if one has started this process, of its progress.
+fn notify_manager(lines: &str) {
     if let Err(error) = service::notify(lines) {
         warning!(
             [] "nothing can be sent to the service manager at NOTIFY_SOCKET: {error}";

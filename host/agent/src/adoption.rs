@@ -132,7 +132,7 @@ impl Inherited {
 /// Addresses of connections and of their peers, by session and number.
 type Journaled = HashMap<(u32, u32), (SocketAddr, SocketAddr)>;
 
-/// The ends of the connections that the journals in the NICs' memories tell of. The dead agent may have been making a
+/// The ends of the connections that are in the journals in the NICs' memories. The dead agent may have been making a
 /// socket a shell, or a connection again: for a moment it has no peer.
 fn journaled(hardware: &[Hardware], slots: u32) -> Journaled {
     let entries = hardware.iter().enumerate().flat_map(|(nic, hardware)| {
@@ -401,7 +401,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Continues the moves that the journal in a NIC's memory tells of, and finds the connections that wait to be
+    /// Continues the moves that are in the journal in a NIC's memory, and finds the connections that wait to be
     /// accepted.
     fn resume_moves_of(&mut self, nic: usize) {
         let memory = self.hardware[nic].memory.clone();

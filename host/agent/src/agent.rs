@@ -573,10 +573,10 @@ impl Agent {
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
         }
-        let told = connection.extra.as_mut().and_then(|extra| extra.told.take());
-        self.keep(&Kept::Forgotten(session, number), told.as_ref().map(AsFd::as_fd).as_slice());
-        if let (Some(told), Some(socket)) = (told, connection.fd.take()) {
-            socket.close_before(told);
+        let closed = connection.extra.as_mut().and_then(|extra| extra.closed.take());
+        self.keep(&Kept::Forgotten(session, number), closed.as_ref().map(AsFd::as_fd).as_slice());
+        if let (Some(closed), Some(socket)) = (closed, connection.fd.take()) {
+            socket.close_before(closed);
         }
         Some(connection)
     }

@@ -67,7 +67,7 @@ impl After {
     }
 }
 
-/// Whoever is to be told that a NIC does not answer.
+/// Whoever is to get an error because a NIC does not answer.
 enum Late {
     Session((u32, u64)),
     Listener(u32),
@@ -76,8 +76,8 @@ enum Late {
     Capture(u32),
 }
 
-/// Tells who captures that a NIC has answered, if it is the last one.
-fn tell_of_capture(agent: &mut Agent, id: u32, answer: Result<(), String>) {
+/// Answers the one who captures when the last NIC has answered.
+fn answer_capturer(agent: &mut Agent, id: u32, answer: Result<(), String>) {
     let Some(((number, tag), given)) = agent.captures.answered(id, answer) else { return };
     let (nics, workers) = (agent.nics.len() as u32, agent.settings.nic.workers as u32);
     match given {
@@ -114,7 +114,7 @@ impl Agent {
         Some(Duration::from_micros(late.saturating_sub(monotonic_micros())))
     }
 
-    /// Does what follows the answers that have come, and tells those who have waited too long that there is none.
+    /// Does what follows the answers that have come, and sends an error to those who have waited too long.
     pub(crate) fn settle_answers(&mut self) {
         for nic in 0..self.nics.len() {
             while let Some((after, answer)) = self.nics[nic].take_answered() {
@@ -161,7 +161,7 @@ impl Agent {
                 drop(place);
                 self.answer_caller(caller, Reply::Done, &[]);
             }
-            After::Capture(id) => tell_of_capture(self, id, answer),
+            After::Capture(id) => answer_capturer(self, id, answer),
             After::Report(what) => {
                 if let Err(why) = answer {
                     warning!([nic = nic] "{what}: {why}"; "ask for it again, or restart Baton");
@@ -201,7 +201,7 @@ impl Agent {
                     }
                     self.answer_caller(caller, stayed(), &[]);
                 }
-                Late::Capture(id) => tell_of_capture(self, id, Err(NO_ANSWER.into())),
+                Late::Capture(id) => answer_capturer(self, id, Err(NO_ANSWER.into())),
                 Late::Caller(caller) => self.answer_caller(caller, stayed(), &[]),
             }
         }

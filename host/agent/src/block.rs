@@ -149,7 +149,7 @@ impl Block {
     /// none for as long as it has room, but notices a change.
     pub fn note_end(&mut self) {
         self.count_move();
-        self.store(layout::ERROR, layout::told(self.moves));
+        self.store(layout::ERROR, layout::ended_on_nic(self.moves));
         self.note_moves();
     }
 

@@ -33,9 +33,9 @@ pub(crate) struct Captures {
     all: Vec<Looker>,
 }
 
-/// What is to be told to the one who asked: the memory of the rings, then the socket with the devices' frames; or why
+/// The answer to the one who asked: the memory of the rings, then the socket with the devices' frames; or why
 /// there are none.
-pub(crate) type Told = (At, Result<(Vec<Arc<Region>>, Option<OwnedFd>), String>);
+pub(crate) type ToCapturer = (At, Result<(Vec<Arc<Region>>, Option<OwnedFd>), String>);
 
 impl Captures {
     /// Begins to let a session look. Returns its id; the requests to the NICs follow.
@@ -70,8 +70,8 @@ impl Captures {
         meant.filter_map(move |one| Some((ToNic::Capture(one.wanted), one.memory.get(nic)?.fd()?)))
     }
 
-    /// A NIC has answered. Returns what is to be told, if it is the last one, or has refused.
-    pub fn answered(&mut self, id: u32, answer: Answered) -> Option<Told> {
+    /// A NIC has answered. Returns the answer to the one who asked, if it is the last NIC, or has refused.
+    pub fn answered(&mut self, id: u32, answer: Answered) -> Option<ToCapturer> {
         let one = self.all.iter_mut().find(|one| one.wanted.id == id)?;
         one.awaited = one.awaited.saturating_sub(1);
         let done = one.awaited == 0 || answer.is_err();

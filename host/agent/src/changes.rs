@@ -115,7 +115,7 @@ pub(crate) fn proved_beyond(info: &TcpInfo) -> (u64, u64) {
 }
 
 /// The same of a connection that comes from the NIC, which has sent past the rules what this image has in flight, and
-/// has told the peer of so much room.
+/// has announced so much room to the peer.
 pub(crate) fn prove_beyond(connection: &mut Connection, image: &Image) {
     if let Some((acked, received)) = connection.extra.as_mut().and_then(|extra| extra.unproved.as_mut()) {
         *acked = acked.saturating_add(image.snd_nxt.wrapping_sub(image.snd_una).into());
@@ -355,7 +355,7 @@ impl Agent {
         turn.len() == WAYS_AT_ONCE
     }
 
-    /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are
+    /// Handles changed firewall rules. Only the kernel knows which connections the new rules would stop, so all are
     /// restored to it; each may move again once its traffic has passed them.
     pub(crate) fn rules_changed(&mut self) {
         if !self.watched.rules.as_ref().is_some_and(Changes::any) {

@@ -143,7 +143,7 @@ impl Agent {
         let Plan { local, peer, way, retries } = plan;
         forget_earlier(self, session, fd.as_fd());
         let mut connection = self.new_connection(session, fd, local, peer)?;
-        // First: nothing fails any more once the NIC has been told to connect.
+        // First: nothing fails any more once the NIC has the command to connect.
         let kept = Foreign::duplicate(connection.fd()?).map_err(|error| system("dup", &error))?;
         let nic = way.path.nic as usize;
         connection.flow.device = way.device();

@@ -223,7 +223,7 @@ pub(crate) struct Extra {
     /// Since when it stands still for that move, in microseconds of the monotonic clock; 0 if it does not.
     pub still_since: u64,
     /// Closed after its socket's descriptor: its program has the other end, and learns from it that the agent has none.
-    pub told: Option<Foreign>,
+    pub closed: Option<Foreign>,
     /// What it has carried on the NIC with this number and is not counted for its program yet.
     pub uncounted: (usize, Traffic),
     /// Its socket was destroyed while it was on the NIC: it is destroyed again when it is in the kernel.
@@ -257,7 +257,7 @@ impl Extra {
             addresses,
             unheld_since,
             call,
-            told,
+            closed,
             cut,
             wants: _,
             began: _,
@@ -268,7 +268,7 @@ impl Extra {
         let of_stay =
             stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none() && !overdue;
         let of_return = fin.is_none() && !fin_lost && must_return.is_none() && refused.is_none() && !cut;
-        let of_socket = addresses.is_none() && unheld_since.is_none() && call.is_none() && told.is_none();
+        let of_socket = addresses.is_none() && unheld_since.is_none() && call.is_none() && closed.is_none();
         of_move && of_stay && of_return && of_socket
     }
 }

@@ -90,7 +90,7 @@ struct Socket {
     /// Its address is being asked for, and what else [`examine`] asks for.
     is_polled: bool,
     is_examined: bool,
-    /// Its address when the NIC was told of it last.
+    /// Its address as last sent to the NIC.
     local: Option<SocketAddr>,
     /// The hosts to which the program has asked for a way.
     ways: BTreeMap<IpAddr, Destination>,

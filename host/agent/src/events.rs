@@ -1,7 +1,7 @@
 //! The last events of each connection: moves, refusals, deaths of its NIC, growth. They are always recorded, so an
 //! event has 24 bytes, and a connection has at most [`MOST`] of them.
 
-use baton_protocol::events::{Happened, Told, What};
+use baton_protocol::events::{EventList, Happened, What};
 use std::borrow::Borrow;
 use std::collections::{HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -181,12 +181,12 @@ impl Events {
     }
 
     /// The events, oldest first, at `now`. Their reasons are put behind those that are there.
-    pub fn told(&self, now: u64, told: &mut Told) -> Vec<Happened> {
+    pub fn list(&self, now: u64, all: &mut EventList) -> Vec<Happened> {
         let happened = |event: &Event| Happened {
             ago_us: now.saturating_sub(event.at),
             what: event.what,
             nic: Some(event.nic).filter(|nic| *nic != NO_NIC),
-            reason: event.reason.as_ref().map(|reason| told.number_of(reason.text())),
+            reason: event.reason.as_ref().map(|reason| all.number_of(reason.text())),
             figure: event.figure,
         };
         self.all().map(happened).collect()
@@ -198,9 +198,9 @@ mod tests {
     use super::*;
 
     fn texts(events: &Events, now: u64) -> Vec<(u64, What, String, u32)> {
-        let mut told = Told::default();
-        let list = events.told(now, &mut told);
-        let reason = |at: Option<u32>| at.map_or(String::new(), |at| told.reasons[at as usize].clone());
+        let mut all = EventList::default();
+        let list = events.list(now, &mut all);
+        let reason = |at: Option<u32>| at.map_or(String::new(), |at| all.reasons[at as usize].clone());
         list.into_iter().map(|one| (one.ago_us, one.what, reason(one.reason), one.figure)).collect()
     }
 
@@ -229,9 +229,9 @@ mod tests {
             let what = if at % 2 == 0 { What::ToNic } else { What::ToKernel };
             events.note(at, what, None, Some(reasons.shared("at random")), 1);
         }
-        let told = texts(&events, 1000);
-        assert_eq!(told.len(), MOST);
-        assert_eq!((told[0].0, told[MOST - 1].0), (MOST as u64, 1));
+        let list = texts(&events, 1000);
+        assert_eq!(list.len(), MOST);
+        assert_eq!((list[0].0, list[MOST - 1].0), (MOST as u64, 1));
         let Events::Many(ring) = &events else { panic!("one event") };
         assert_eq!(ring.0.capacity(), MOST);
     }
@@ -244,10 +244,10 @@ mod tests {
             events.note(at, What::StayedInKernel, None, Some(reasons.shared("it is full")), 0);
         }
         events.note(71, What::StayedInKernel, None, Some(reasons.shared("it is busy")), 0);
-        let told = texts(&events, 80);
-        assert_eq!(told[1], (10, What::StayedInKernel, "it is full".into(), 70));
-        assert_eq!(told[2], (9, What::StayedInKernel, "it is busy".into(), 1));
-        assert_eq!(told.len(), 3);
+        let list = texts(&events, 80);
+        assert_eq!(list[1], (10, What::StayedInKernel, "it is full".into(), 70));
+        assert_eq!(list[2], (9, What::StayedInKernel, "it is busy".into(), 1));
+        assert_eq!(list.len(), 3);
     }
 
     /// Reasons may be programs' own texts: those that no event has any more are freed.

@@ -29,7 +29,7 @@ impl ReplayedFin {
         image.state.fin_received().then_some(ReplayedFin { image, again_at: now + AGAIN, until: now + LIMIT })
     }
 
-    /// Whether a socket in this state does not have it. None: the state cannot be told.
+    /// Whether a socket in this state does not have it. None: the state is unknown.
     pub fn is_missing(state: Option<u8>) -> bool {
         state.is_some_and(|state| WITHOUT.contains(&state))
     }

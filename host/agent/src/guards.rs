@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(legacy.tables(1_000 + TABLES_LAST, || FILTER), NONE, "asked a moment ago");
         assert_eq!(legacy.tables(1_001 + TABLES_LAST, || FILTER), FILTER);
         let now = 1_000_000;
-        assert!(legacy.have_changed(now, || FILTER), "those on the NIC have not been told");
+        assert!(legacy.have_changed(now, || FILTER), "those on the NIC have not been notified");
         assert!(!legacy.have_changed(now + 1, || FILTER) && legacy.have_changed(now + 2, || NAT));
         assert_eq!(legacy.tables(now + 3, || FILTER), NAT);
         assert_eq!(legacy.tables(2 * now, || NONE), NONE, "they have gone");

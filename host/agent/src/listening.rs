@@ -332,8 +332,8 @@ impl Agent {
         self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
     }
 
-    /// Takes over a dead agent's listener. None if no session has it any more. The journal tells which connections wait
-    /// to be accepted.
+    /// Takes over a dead agent's listener. None if no session has it any more. The journal has the connections that
+    /// wait to be accepted.
     pub(crate) fn inherit_listener(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) -> Option<()> {
         let Kept::Listener(id, sessions, written) = kept else { return None };
         let (listening, limits) = postcard::from_bytes(&written).ok()?;

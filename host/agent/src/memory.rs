@@ -93,7 +93,7 @@ pub(crate) fn largest_window(nic_memory: &Region, cid: Cid) -> u32 {
     (word & !slot::MAY_GROW).min(MOST)
 }
 
-/// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the
+/// What [`block::REPORT_SHIFT`] says of how often the program must report what it has read: after an eighth of the
 /// window, which may be much smaller than its memory.
 pub(crate) fn report_bits(window: u32) -> u32 {
     (window / 8).max(2).ilog2() << block::REPORT_SHIFT

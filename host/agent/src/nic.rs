@@ -572,8 +572,8 @@ impl NicProcess {
     }
 
     /// As [`NicProcess::post`], but if the ring is full the command is sent when it has room, unless another one of its
-    /// kind for the connection comes before. Commands that are posted meanwhile find no room. For what has to be told
-    /// of a connection, whose last value counts.
+    /// kind for the connection comes before. Commands that are posted meanwhile find no room. For values of
+    /// a connection of which the last one counts.
     ///
     /// # Errors
     /// [`Refusal::NicGone`] if the NIC has died.

@@ -22,7 +22,7 @@ pub(crate) const LIMIT: u64 = 2_000_000;
 struct Pending<A> {
     after: A,
     asked_at: u64,
-    /// Whoever asked has been told that there is no answer.
+    /// Whoever asked has got the error that there is no answer.
     late: bool,
 }
 

@@ -22,9 +22,9 @@ pub(crate) fn image_at_death(from: &Exported, on_nic: &OnNic, record: &Record, c
     baton_recovery::image_at_death(&from.image, on_nic.memory().send.1, elapsed, record, &progress(connection))
 }
 
-/// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`.
-pub(crate) fn unread_by_program(connection: &Connection, data_end: u32, told: u32) -> u32 {
-    progress(connection).unread(data_end, told)
+/// Returns the bytes that the program has not read, where the NIC believes that `counted` are left before `data_end`.
+pub(crate) fn unread_by_program(connection: &Connection, data_end: u32, counted: u32) -> u32 {
+    progress(connection).unread(data_end, counted)
 }
 
 /// Returns the memory pieces of an image's unread and unacknowledged bytes.

@@ -54,7 +54,7 @@ pub(crate) struct Begun {
     /// The program's ends of the doorbells.
     pub theirs: Vec<SessionBell>,
     pub opening: Opening,
-    /// Tag of the request; None when the program has been told that there is no answer.
+    /// Tag of the request; None when the program has got the error that there is no answer.
     pub tag: Option<u32>,
     /// The NICs that have not answered, and those that have the session, a bit each.
     pub awaited: u8,
@@ -105,11 +105,11 @@ impl Session {
     }
 
     /// Ends it for good. A program that was cut off sees it now, and not only when what it has sent can be closed. Only
-    /// then `tell` the keeper, which does the same with the same queue: between its look and its receive nobody else
+    /// then `notify` the keeper, which does the same with the same queue: between its look and its receive nobody else
     /// may take a message, since the next one may have descriptors.
-    pub fn end(self, tell: impl FnOnce()) {
+    pub fn end(self, notify: impl FnOnce()) {
         self.channel.turn_away();
-        tell();
+        notify();
     }
 
     /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must
@@ -277,20 +277,20 @@ mod tests {
         }
     }
 
-    /// When the keeper is told that a session has ended, nothing is left to take from its queue.
+    /// When the keeper gets the message that a session has ended, the session's queue is empty.
     #[test]
     fn a_session_is_ended_before_the_keeper_ends_it() {
         let (ours, theirs) = Channel::pair().expect("a channel");
         let keepers = Channel::from_fd(ours.as_fd().try_clone_to_owned().expect("a descriptor"));
         let session = Session::new(ours.into()).expect("a session");
         theirs.send(&7u8, &[]).expect("room");
-        let mut told = false;
+        let mut is_notified = false;
         session.end(|| {
-            told = true;
+            is_notified = true;
             assert!(theirs.is_hung_up());
             assert!(keepers.try_receive::<u8>().is_err(), "the agent has left a message");
         });
-        assert!(told);
+        assert!(is_notified);
     }
 
     /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the

@@ -17,8 +17,8 @@ use std::time::Duration;
 /// for. This leaves room for messages that come once: an attacher whose channel has no room for such a one is cut off.
 const MOST_UNREAD: u32 = 64 << 10;
 
-/// A move that an attacher has not been asked for yet. The serial number and the count of moves tell whether it is the
-/// same connection, and has not moved since.
+/// A move that an attacher has not been asked for yet. The serial number and the count of moves show whether it
+/// is the same connection, and has not moved since.
 struct Unsent {
     serial: u64,
     made: u32,

@@ -112,7 +112,7 @@ impl Ground<'_> {
             return Err(if vrf { Refusal::Vrf(routing.device) } else { Refusal::Bound(routing.device, route.interface) });
         }
         let interface = self.device(route.interface)?;
-        // Two links may have the same addresses, and only the device tells which one a frame belongs to.
+        // Two links may have the same addresses, and only the device shows which one a frame belongs to.
         if connection.flow.is_link_local() && routing.device == 0 && matches!(self.shape, Shape::Beside { .. }) {
             return Err(Refusal::NoLink);
         }

@@ -36,7 +36,7 @@ pub(crate) struct Entry {
     pub joined: Option<Joined>,
     /// Bytes that the program has sent and for which the NIC had no room.
     pub stash: Vec<u8>,
-    /// Why it was left in the kernel, if the agent was told.
+    /// Why it was left in the kernel, if that was reported to the agent.
     pub declined: Option<Unfit>,
     /// The program has shut down its sending side.
     pub shut: bool,
@@ -91,7 +91,7 @@ fn connected() -> io::Result<(TcpStream, TcpStream)> {
 /// first: if its connection were taken for the engine's, the kernel would reset the engine.
 fn accept_from(listener: &TcpListener, socket: &TcpStream) -> io::Result<TcpStream> {
     let wanted = socket.local_addr()?;
-    // Waits: the kernel may have dropped it, which it tells the other end only.
+    // Waits: the kernel may have dropped it, which only the other end notices.
     let limit = [PATIENCE.as_secs() as i64, PATIENCE.subsec_micros().into()].map(i64::to_ne_bytes).concat();
     socket::set_bytes(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVTIMEO, &limit)?;
     let deadline = monotonic_micros() + PATIENCE.as_micros() as u64;

@@ -53,7 +53,7 @@ impl Attacher {
         blocks.then_some(Unfit::Blocking)
     }
 
-    /// Leaves a connection in the kernel, and tells the agent why, once.
+    /// Leaves a connection in the kernel, and reports the reason to the agent, once.
     pub(crate) fn decline(&mut self, number: u32, unfit: Unfit) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         if entry.declined == Some(unfit) {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 const ALIVE: u32 = u32::MAX;
-/// Bytes that a program may read before the NIC is told so by a command: an eighth of the largest window without
+/// Bytes that a program may read before a command reports them to the NIC: an eighth of the largest window without
 /// scaling, less if the window is kept smaller ([`block::REPORT_SHIFT`]). The NIC's window updates assume this value.
 const REPORT_EVERY: u32 = 1 << 13;
 /// Input or output error: the agent has described memory that is not in the session.
@@ -44,8 +44,8 @@ pub struct Connection {
     /// First unread sequence number, and the one after the last received byte.
     pub(crate) read: AtomicU32,
     pub(crate) received: AtomicU32,
-    /// The sequence number up to which the NIC was told that the program has read, and the one from which on it is told
-    /// again.
+    /// The sequence number up to which reads were reported to the NIC, and the one from which on the next
+    /// report is due.
     pub(crate) reported_read: AtomicU32,
     pub(crate) report_at: AtomicU32,
     /// The sequence number after the last queued byte, and the one up to which there is room: the acknowledged one plus
@@ -70,8 +70,9 @@ pub struct Connection {
     asked_at: AtomicU16,
     /// [`PATIENT`] and [`CHANGING`].
     state: AtomicU8,
-    /// log2 of the bytes that the program may read before the NIC is told. 0 if the connection's memory cannot be
-    /// mapped in the program's address space: then every read is to be reported, so the fast path serves none.
+    /// log2 of the bytes that the program may read before it reports them to the NIC. 0 if the connection's memory
+    /// cannot be mapped in the program's address space: then every read is to be reported, so the fast path serves
+    /// none.
     report_shift: AtomicU8,
 }
 
@@ -384,7 +385,7 @@ impl Connection {
         let error = self.load(block::ERROR);
         // The counter has changed because the connection has ended on the NIC, not because it has moved. So the counts
         // from the NIC's events stay valid, and the last event says how it ended.
-        if error == block::told(moves) && self.moves.load(RELAXED).wrapping_add(1) == moves {
+        if error == block::ended_on_nic(moves) && self.moves.load(RELAXED).wrapping_add(1) == moves {
             if self.ended().is_some() {
                 self.moves.store(moves, Ordering::Release);
             }
@@ -423,7 +424,7 @@ impl Connection {
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued(block::most_queued(flags));
         self.fin.store(flags & (block::FLAG_FIN_RECEIVED | block::FLAG_RECEIVING_SHUT) != 0, RELAXED);
-        if error != 0 && error & block::TOLD == 0 {
+        if error != 0 && error & block::ENDED_ON_NIC == 0 {
             self.set_ended(error);
         }
         self.set_shut(flags & 2 != 0);
@@ -550,7 +551,7 @@ impl Connection {
         block.word(block::READ_SEQ).store(read, Ordering::Release);
     }
 
-    /// Records that the NIC was told that the program has read up to `read`.
+    /// Records that reads up to `read` were reported to the NIC.
     pub(crate) fn note_reported(&self, read: u32) {
         self.reported_read.store(read, RELAXED);
         self.report_at.store(read.wrapping_add(1 << self.report_shift.load(RELAXED)), RELAXED);

@@ -159,8 +159,8 @@ impl Datagrams {
                 self.bell.clear();
                 self.wish.make();
                 if reader.peek().is_some() {
-                    // The NIC may have queued a datagram before it saw the request for the doorbell, so it is told to
-                    // look.
+                    // The NIC may have queued a datagram before it saw the request for the doorbell, so it
+                    // gets the command to look.
                     let _ = shared.announce_datagrams(self.number(), token);
                 }
             }

@@ -5,7 +5,7 @@ use baton_capture::Reader;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::terminal::plain;
-use baton_protocol::events::{ProgramCounts, Told};
+use baton_protocol::events::{EventList, ProgramCounts};
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
 use baton_shm::Region;
 use std::io;
@@ -254,18 +254,18 @@ impl Tool {
     ///
     /// # Errors
     /// If the agent has ended.
-    pub fn events(&mut self, connections: &[(u32, u32)]) -> Result<Vec<Told>> {
+    pub fn events(&mut self, connections: &[(u32, u32)]) -> Result<Vec<EventList>> {
         let (mut all, mut rest) = (Vec::new(), connections);
         while !rest.is_empty() {
             let (asked, later) = rest.split_at(rest.len().min(Ask::MOST_DESCRIBED));
-            let told = match self.ask(Ask::Events { connections: asked.to_vec() })? {
-                Reply::Events(told) => told,
+            let list = match self.ask(Ask::Events { connections: asked.to_vec() })? {
+                Reply::Events(list) => list,
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             };
-            let last = told.histories.last().map(|last| (last.session, last.connection));
+            let last = list.histories.last().map(|last| (last.session, last.connection));
             let done = last.and_then(|last| asked.iter().position(|one| *one == last)).map_or(asked.len(), |at| at + 1);
             rest = if done < asked.len() { &rest[done..] } else { later };
-            all.push(told);
+            all.push(list);
         }
         Ok(all)
     }

@@ -59,7 +59,7 @@ impl EndpointShared {
         self.driver.poll();
     }
 
-    /// Tells the endpoint that the program now waits, so that the endpoint's thread drives it.
+    /// Notes that the program now waits, so that the endpoint's thread drives it.
     pub fn leave(&self) {
         self.driver.leave();
     }

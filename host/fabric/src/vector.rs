@@ -99,7 +99,7 @@ pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut AvAttr, out: *mut *m
             // Vectors shared by name, insertion in the background, several receive contexts.
             return failure(errno::ENOSYS);
         }
-        // Whoever leaves the choice to us is told what it is.
+        // Whoever leaves the choice to us gets it as a result.
         if attr.kind == AV_UNSPEC {
             attr.kind = AV_TABLE;
         }
@@ -280,17 +280,17 @@ mod tests {
         assert_eq!(insert_with(0), (2, [77; 3]));
     }
 
-    /// FI_AV_UNSPEC: the caller is told which kind it is; who wants a certain one has that.
+    /// FI_AV_UNSPEC: the caller gets the kind as a result; whoever wants a certain one has that.
     #[test]
-    fn the_kind_of_a_vector_is_told() {
-        for (asked, told) in [(AV_UNSPEC, AV_TABLE), (1, 1), (AV_TABLE, AV_TABLE)] {
+    fn the_kind_of_a_vector_is_a_result() {
+        for (asked, expected) in [(AV_UNSPEC, AV_TABLE), (1, 1), (AV_TABLE, AV_TABLE)] {
             // SAFETY: attributes are plain data, for which zero is a value.
             let mut attr: AvAttr = unsafe { std::mem::zeroed() };
             attr.kind = asked;
             let mut av = std::ptr::null_mut();
             // SAFETY: no domain is needed; attributes, and a place for the result.
             assert_eq!(unsafe { open(std::ptr::null_mut(), &mut attr, &mut av, std::ptr::null_mut()) }, 0);
-            assert_eq!(attr.kind, told);
+            assert_eq!(attr.kind, expected);
         }
     }
 

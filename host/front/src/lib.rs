@@ -101,7 +101,7 @@ impl Attached {
         let listener = status::listen(&netlink, link.index, tap_index).context("listening for `baton nic attach --list`")?;
         let links = Changes::listen(ROUTE, LINK_CHANGES)?;
         let (front, chosen) = path::attach(choice, device, &link, tap_index).with_context(|| format!("in front of {device}"))?;
-        // A program in the driver is not told that the checksum was left to whoever receives the frame.
+        // A program in the driver does not see that the checksum was left to whoever receives the frame.
         let partial = link.wire != Wire::Other && chosen.path == Path::Driver;
         let poller = Poller::new()?;
         poller.add(signals.as_fd(), SIGNAL, Trigger::Readable)?;

@@ -1,6 +1,6 @@
 //! What runs where: every attached process answers at a name of its network namespace. The name is at random, since
-//! anybody may listen at any, and the alias of the process's TAP tells it: only who may make devices can set that. Both
-//! vanish with the process.
+//! anybody may listen at any, and the alias of the process's TAP contains it: only who may make devices can set that.
+//! Both vanish with the process.
 
 use crate::is_gone;
 use anyhow::{Context, Result, bail};

@@ -58,7 +58,7 @@ impl Importer {
     /// so frames may flow, and [`Importer::finish`] lets it send.
     ///
     /// With `measure` and bytes in flight the kernel learns the round trip from the peer's last header, which is
-    /// replayed to it: TCP_REPAIR cannot tell it, and without one it would wait 1 to 3 s before it sends anything again
+    /// replayed to it: TCP_REPAIR cannot set it, and without one it would wait 1 to 3 s before it sends anything again
     /// (Linux, TCP_TIMEOUT_INIT, TCP_TIMEOUT_FALLBACK). It takes a round trip only from an acknowledgement of something
     /// new (RFC 7323 section 4.1), so the byte before those in flight, which the peer has acknowledged, counts as in
     /// flight, too. Its value does not matter: the peer takes it for what it has already.

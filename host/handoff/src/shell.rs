@@ -355,8 +355,8 @@ pub fn try_connecting(probe: BorrowedFd<'_>, peer: SocketAddr) -> io::Result<()>
 fn dissolve(fd: BorrowedFd<'_>, beginning: Beginning) -> io::Result<()> {
     socket::disconnect(fd)?;
     if !beginning.scaled {
-        // The kernel chooses the shift of its windows when it connects, and only a handshake would tell it that the
-        // peer does not scale: with a window of 64 KB at most it chooses none.
+        // The kernel chooses the shift of its windows when it connects, and only a handshake would show it
+        // that the peer does not scale: with a window of 64 KB at most it chooses none.
         socket::set(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, i32::from(u16::MAX))?;
     }
     set_queue_seq(fd, Queue::Send, beginning.snd)?;

@@ -138,8 +138,8 @@ impl Held {
             Kept::Forgotten(session, number) => {
                 let mut held = self.sessions.get_mut(&session).map(|session| session.forget(number)).unwrap_or_default();
                 // Its program waits for the end of the message's descriptor, until the socket has been closed here.
-                if let (Some(socket), Some(told)) = (held.pop(), { descriptors }.pop()) {
-                    socket.close_before(told);
+                if let (Some(socket), Some(closed)) = (held.pop(), { descriptors }.pop()) {
+                    socket.close_before(closed);
                 }
             }
             Kept::GroupEnded(name) => {

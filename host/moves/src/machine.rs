@@ -169,7 +169,7 @@ impl Move {
     }
 
     /// Of a connection whose agent has died, as the journal has it; `fin_acknowledged`: our FIN is, by the image in the
-    /// slot. What is to be done [`Event::Tick`] tells, or for one that the NIC had [`Event::NicStarted`].
+    /// slot. [`Event::Tick`] decides what is to be done, or for one that the NIC had [`Event::NicStarted`].
     pub fn adopted(phase: Phase, fin_acknowledged: bool) -> Move {
         Move {
             step: phase.resumes_at(),
@@ -623,7 +623,7 @@ impl Move {
             Action::Rest | Action::Import(Source::Rested) if refusal == Refusal::NicGone => return self.end_nic(),
             Action::Grow | Action::Resume => return self.end_nic(),
             // It may have died after it had run the connection and acknowledged data that only session memory has. Its
-            // record tells.
+            // record shows that.
             Action::HandOff if refusal == Refusal::NicGone => {
                 self.step = Step::HandedOff;
                 return self.end_nic();

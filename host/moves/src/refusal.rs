@@ -23,7 +23,8 @@ pub enum Refusal {
     /// Its receiving side is shut down, which nothing would put back: by its program, or by an agent before this one.
     #[error("its receiving side is shut down")]
     ReceivingShut,
-    /// The agent has shut its receiving side down: its peer has ended the stream, and the kernel could not be told so.
+    /// The agent has shut its receiving side down: its peer has ended the stream, and the kernel could not be given the
+    /// FIN.
     #[error("Baton has shut its receiving side down, since its peer's FIN did not get to the kernel (does a rule drop it?)")]
     FinLost,
     /// Urgent data is pending.

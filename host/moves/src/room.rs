@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use baton_abi::resource::{EXEMPT, PAIRS, RESOURCES, is_within};
 use baton_abi::{Announcement, Message, Resource};
 
-/// What a slot has been promised, of what the NIC has not been told yet.
+/// What a slot has been promised, of what has not been sent to the NIC yet.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 struct Promise {
     connection: bool,

@@ -153,7 +153,7 @@ pub enum Fate {
 }
 
 impl Step {
-    /// Those of an offload and a restore after which a death is most telling, in order.
+    /// Those of an offload and a restore after which a death tests most, in order.
     pub const OF_A_MOVE: [Step; 11] = [
         Step::Mirrored,
         Step::Quiesced,

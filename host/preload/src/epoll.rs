@@ -532,7 +532,7 @@ impl Set {
             let kernel = &mut Kernel::of(epfd);
             inner.interest.settle(kernel, slot);
             inner.interest.enqueue(slot);
-            if self.watchers.has_parents() && inner.interest.has_news(kernel, slot) {
+            if self.watchers.has_parents() && inner.interest.has_new_events(kernel, slot) {
                 self.watchers.arrivals.fetch_add(1, Ordering::AcqRel);
             }
         }

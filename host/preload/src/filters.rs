@@ -36,14 +36,14 @@ static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 static PLAIN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode;
-/// `report` tells the agent of a program that has no session.
+/// `report` names a program that has no session to the agent.
 #[cold]
 pub(crate) fn set(filter: *const sock_fprog, report: fn(), call: impl FnOnce() -> c_long) -> c_long {
     let plan = process::plan();
     if sections::is_withdrawn() {
         let done = call();
         if done >= 0 {
-            tell_programs(UNKNOWN.load(Ordering::Acquire), false);
+            report_programs(UNKNOWN.load(Ordering::Acquire), false);
         }
         return done;
     }
@@ -66,7 +66,7 @@ pub(crate) fn set(filter: *const sock_fprog, report: fn(), call: impl FnOnce() -
     thread::set_errno(errno);
     let done = call();
     if done >= 0 {
-        tell_programs(next, matches!(judged, Judged::Enough));
+        report_programs(next, matches!(judged, Judged::Enough));
     }
     done
 }
@@ -102,7 +102,7 @@ fn kept(name: &str, value: &[u8]) -> *mut c_char {
 }
 
 /// Puts the variables for a program into the environment. Makes no system call.
-fn tell_programs(next: *mut c_char, is_known: bool) {
+fn report_programs(next: *mut c_char, is_known: bool) {
     starts::replace(RUN_VARIABLE, next);
     if !is_known {
         starts::replace(preload::VARIABLE, PLAIN.load(Ordering::Acquire));
@@ -165,7 +165,7 @@ fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
 fn withdraw(report: fn()) {
     // A signal handler that uses a socket would wait for the withdrawal that it interrupts.
     let _undisturbed = Undisturbed::begin();
-    // Opens a session while that is possible, so that the agent can be told why nothing moves.
+    // Opens a session while that is possible, so that the agent can be sent the reason why nothing moves.
     process::ask_while_possible();
     report();
     process::close_for_good(Native::Filters);

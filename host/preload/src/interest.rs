@@ -131,7 +131,7 @@ struct Registration<F> {
     repeated: bool,
     seen: Seen,
     /// Progress at the last notification of those who watch this set from outside.
-    told: Seen,
+    noted: Seen,
     /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the
     /// kernel has reported since does not count.
     moves: u32,
@@ -279,7 +279,7 @@ impl<F: Copy + PartialEq> Interest<F> {
             dropped: false,
             repeated: false,
             seen,
-            told: Seen::default(),
+            noted: Seen::default(),
             moves,
             reported,
             since,
@@ -648,7 +648,7 @@ impl<F: Copy + PartialEq> Interest<F> {
 
     /// Whether a slot has had a new event since the last call: one that the kernel does not report, and that an
     /// edge-triggered registration of this set has to.
-    pub fn has_news<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> bool {
+    pub fn has_new_events<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> bool {
         let Some(known) = self.used(slot).filter(|known| !known.spent) else { return false };
         let place = world.place(known.file).0;
         let events = world.unreported(place, known.file) & (known.events | ALWAYS);
@@ -656,9 +656,9 @@ impl<F: Copy + PartialEq> Interest<F> {
             return false;
         }
         let now = world.progress(known.file, known.fd);
-        let has_news = events != 0 && known.told.lacks(now, events);
-        known.told.note(now, events);
-        has_news
+        let has_new_events = events != 0 && known.noted.lacks(now, events);
+        known.noted.note(now, events);
+        has_new_events
     }
 
     /// Changes the kernel's registrations of all files to match where they are. Returns whether any was changed, and a

@@ -699,7 +699,7 @@ unsafe fn receive_imported(
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);
         }
-        // A peek gets the same bytes again, so only the end of the stream tells it that no more will come.
+        // A peek gets the same bytes again, so only the end of the stream shows that no more will come.
         let last = peeks && done > 0 && wait::has_ended(tcp, fd);
         let attempt = if std::mem::take(&mut nothing) {
             Attempt::Failed(libc::EAGAIN)
@@ -860,7 +860,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     }
     if !peek && received > 0 {
         if session.shared.consume(connection, token(), received as u32).is_err() {
-            // The NIC has to be told what was read, and the command ring is full. No edge would follow EAGAIN.
+            // A report to the NIC of what was read is due, and the command ring is full. No edge would follow EAGAIN.
             return Attempt::Moving;
         }
         tcp.took(received);

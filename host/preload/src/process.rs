@@ -45,7 +45,7 @@ static CLOSED: AtomicBool = AtomicBool::new(false);
 /// This process was made past the library, or by a call after which it may not lock or allocate: it has no plan, so all
 /// that it opens stays in the kernel.
 static UNPREPARED: AtomicBool = AtomicBool::new(false);
-/// Why the process was closed for good ([`CLOSED`]), and whether the agent was told.
+/// Why the process was closed for good ([`CLOSED`]), and whether that was reported to the agent.
 static WHY: OnceLock<Native> = OnceLock::new();
 static SAID: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
@@ -170,8 +170,8 @@ pub(crate) fn open_session_at_once() -> Option<&'static Session> {
     if is_closed() { None } else { open(hold) }
 }
 
-/// Tells the agent, over `channel`, why this program or one of its connections stays in the kernel. Returns whether the
-/// agent has answered.
+/// Reports to the agent, over `channel`, why this program or one of its connections stays in the kernel. Returns
+/// whether the agent has answered.
 pub(crate) fn say(plan: &Plan, channel: &Channel, why: Native) -> bool {
     let request = Request { tag: 1, body: Ask::Native { program: Some(plan.program().to_owned()), why } };
     channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(PATIENCE)).is_ok()
@@ -192,14 +192,14 @@ pub(crate) fn tell(why: Native) -> bool {
     }
     // A signal handler that never returns would leave the channel's descriptor open in the program.
     let _undisturbed = Undisturbed::begin();
-    let told = Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why));
-    if !told {
+    let reported = Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why));
+    if !reported {
         NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
     }
-    told
+    reported
 }
 
-/// Tells the agent why no connection moves any more, unless it was told. Called when a hand-over would be due.
+/// Reports to the agent, once, why no connection moves any more. Called when a hand-over would be due.
 #[cold]
 pub(crate) fn report_closed() {
     let Some(why) = WHY.get() else { return };
@@ -319,7 +319,7 @@ fn what_is_scarce() -> Option<(String, &'static AtomicU32)> {
     Some((why, &NARROW))
 }
 
-/// Tells the agent, once, which resource this process lacks for a session.
+/// Reports to the agent, once, which resource this process lacks for a session.
 #[cold]
 fn report_scarce(why: String, reported: &AtomicU32) {
     if reported.swap(identity(), Ordering::AcqRel) == identity() {
@@ -568,7 +568,7 @@ pub(crate) fn close_for_good(why: Native) {
     {
         session.sockets().into_iter().for_each(Tcp::give_up_in_kernel);
     }
-    // A withdrawal tells the agent itself. A process without a session tells it when a hand-over would be due.
+    // A withdrawal reports this itself. A process without a session reports it when a hand-over would be due.
     if !closed && why != Native::Filters && WHY.set(why).is_ok() && is_mine() && session().is_some() {
         report_closed();
     }

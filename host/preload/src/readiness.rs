@@ -125,7 +125,7 @@ pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
         // Events up to now count as reported: only later ones are new to the outer set.
         set.with_interest(|interest, kernel| {
             let slots: Vec<u32> = interest.files().map(|(slot, _)| slot).collect();
-            slots.into_iter().for_each(|slot| _ = interest.has_news(kernel, slot));
+            slots.into_iter().for_each(|slot| _ = interest.has_new_events(kernel, slot));
         });
     }
 }

@@ -54,8 +54,8 @@ const A_LITTLE: Duration = Duration::from_millis(1);
 pub(crate) const FORK: &str = "fork";
 /// Reason for restoring connections while another program is started.
 pub(crate) const START: &str = "spawn";
-/// Whether the agent was told that this process has connections on which a receive returns more than bytes; it is told
-/// once.
+/// Whether it was reported to the agent that this process has connections on which a receive returns more than bytes.
+/// That is done once.
 static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
 
 /// How a socket came to be connected.

@@ -428,7 +428,7 @@ impl Udp {
         thread::set_errno(errno);
     }
 
-    /// Tells the NIC the socket's present peer and options, after the program has connected it or changed an option.
+    /// Sends the NIC the socket's present peer and options, after the program has connected it or changed an option.
     fn refresh(&self, fd: c_int) {
         let errno = thread::errno();
         if !self.again.is_given_up() || !self.is_taken.load(Ordering::Acquire) {

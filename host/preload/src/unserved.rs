@@ -1,4 +1,4 @@
-//! Tells the agent of programs and connections that Baton cannot serve, so that `baton ls` can list them with the
+//! Reports to the agent programs and connections that Baton cannot serve, so that `baton ls` can list them with the
 //! reason. The agent has no session of such a program, or no entry for such a connection. There are three cases: the
 //! program calls chroot or the like and can no longer reach the agent's socket; it sets a seccomp filter; or it uses
 //! MPTCP.
@@ -28,7 +28,7 @@ fn reach() -> Option<(&'static Plan, Channel)> {
 
 /// Makes a call of the program's, such as chroot, after which it may not be able to reach the agent. A program that has
 /// a TCP socket opens its session before the call. One that has none connects to the agent before the call; if it can
-/// make no new connection afterwards, it tells the agent so over the old one.
+/// make no new connection afterwards, it reports that over the old one.
 #[cold]
 pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
     process::ask_while_possible();
@@ -50,7 +50,7 @@ pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
     done
 }
 
-/// Tells the agent that the program is about to set a seccomp filter, if the program has no session.
+/// Reports to the agent that the program is about to set a seccomp filter, if the program has no session.
 pub(crate) fn filters_itself() {
     if let Some((plan, channel)) = reach() {
         process::say(plan, &channel, Native::Filters);
@@ -64,14 +64,14 @@ pub(crate) fn made(protocol: c_int) {
     }
 }
 
-/// To be called after connect(2) on a socket that the library does not track: tells the agent if it uses MPTCP.
+/// To be called after connect(2) on a socket that the library does not track: reports to the agent if it uses MPTCP.
 pub(crate) fn connected(fd: c_int) {
     if HAS_MPTCP.load(Ordering::Relaxed) && crate::tcp::protocol(fd) == Some(libc::IPPROTO_MPTCP) {
         report_mptcp();
     }
 }
 
-/// Tells the agent that this process has MPTCP connections, once.
+/// Reports to the agent that this process has MPTCP connections, once.
 #[cold]
 pub(crate) fn report_mptcp() {
     let Some(_section) = Section::enter() else { return };

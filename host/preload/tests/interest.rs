@@ -200,7 +200,7 @@ struct Asked {
     /// What the library alone knows may be reported by itself: then the rest is as at the report before.
     seen: Option<(State, State)>,
     /// What was reported of the latter state.
-    told: u32,
+    noted: u32,
 }
 
 /// Bytes that have arrived, how often there was no room and there was again, whether the stream has ended, and sends
@@ -290,7 +290,7 @@ impl Program {
         assert_eq!(done, possible, "the kernel's answer to epoll_ctl");
         if done {
             self.current.insert(fd as c_int, data);
-            self.asked.insert(data, Asked { socket, events, fired: false, seen: None, told: 0 });
+            self.asked.insert(data, Asked { socket, events, fired: false, seen: None, noted: 0 });
         }
     }
 
@@ -426,12 +426,12 @@ impl Program {
             if asked.events & EDGE != 0 {
                 let now = socket.state();
                 let changed = asked.seen.is_none_or(|seen| seen.1 != now);
-                let is_new = changed || events & !asked.told != 0;
+                let is_new = changed || events & !asked.noted != 0;
                 assert!(is_new || !self.then.is_empty(), "an edge without a change");
                 let before = asked.seen.map_or((0, 0, false, 0), |seen| seen.0);
                 let owners = if events & !ERR != 0 { now } else { before };
                 let librarys = if events & ERR != 0 { now } else { before };
-                asked.told = if changed { events } else { asked.told | events };
+                asked.noted = if changed { events } else { asked.noted | events };
                 asked.seen = Some(((owners.0, owners.1, owners.2, librarys.3), then.1));
             }
         }

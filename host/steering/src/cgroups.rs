@@ -15,7 +15,7 @@ const MOST: usize = 64;
 
 /// Attach types of programs that judge a socket's packets: BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET_EGRESS.
 const FILTERS: [u32; 2] = [0, 1];
-/// BPF_CGROUP_SOCK_OPS: told of a connection's states, and asked about its parameters.
+/// BPF_CGROUP_SOCK_OPS: called for a connection's states and parameters.
 const STATES: [u32; 1] = [3];
 /// bind(2), and what follows it: BPF_CGROUP_INET{4,6}_BIND, BPF_CGROUP_INET{4,6}_POST_BIND.
 const BINDS: [u32; 4] = [8, 9, 12, 13];
@@ -30,7 +30,7 @@ const CALLS: [u32; 6] = [21, 22, 29, 30, 31, 32];
 pub struct Group {
     /// Those that judge packets: on the way in, a 0, on the way out, a 0.
     pub filters: Vec<u32>,
-    /// Those that are told of a connection's states.
+    /// Those that are called for a connection's states.
     pub states: Vec<u32>,
     /// Those that judge a bind(2).
     pub binds: Vec<u32>,
@@ -45,7 +45,7 @@ impl Group {
     /// connect(2) are asked by a connect(2).
     pub fn keeps(&self) -> Option<&'static str> {
         if !self.states.is_empty() {
-            return Some("that are told of a connection's states (sock_ops), and would see a new one at each move");
+            return Some("that are called for a connection's states (sock_ops), and would see a new one at each move");
         }
         if !self.binds.is_empty() {
             return Some("that judge a bind(2), as a move would make one (SocketBindDeny= and the like)");

@@ -133,7 +133,7 @@ fn take_in_driver(maps: Maps<'_>, device: u32, tap: u32) -> io::Result<OwnedFd> 
     bpf::attach_to_driver(bpf::load_for_driver(device, &programs::take(place, maps))?.as_fd(), device)
 }
 
-/// The function by which a driver tells of a VLAN tag that it has taken out of a frame.
+/// The function by which a driver reports a VLAN tag that it has taken out of a frame.
 ///
 /// # Errors
 /// If this kernel has none: Linux before 6.8.

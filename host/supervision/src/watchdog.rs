@@ -44,7 +44,7 @@ impl Limits {
 /// By how many microseconds a sample may be late.
 pub const LATE: u64 = 50_000;
 
-/// What a process or a thread does, as the system tells.
+/// What a process or a thread does, as the system reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Process {
     /// It runs, or could.
@@ -55,7 +55,7 @@ pub enum Process {
     Stopped,
     /// Somebody traces it.
     Traced,
-    /// It has ended, or the system does not tell.
+    /// It has ended, or the system does not report it.
     Unknown,
 }
 
@@ -68,7 +68,8 @@ pub struct Worker {
     pub asleep: bool,
     /// What its thread does.
     pub thread: Process,
-    /// Microseconds of processor time that its thread has used; None if nobody has looked, or the system does not tell.
+    /// Microseconds of processor time that its thread has used; None if nobody has looked, or the system does not
+    /// report it.
     pub used: Option<u64>,
 }
 

@@ -404,17 +404,17 @@ pub mod block {
     /// 2³², which does not begin at 0. Written by the program.
     pub const TRAFFIC: usize = PROCESSOR;
 
-    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`told`] when the
-    /// connection has ended on the NIC, whose last event says how. Written by the agent.
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`ended_on_nic`] when
+    /// the connection has ended on the NIC, whose last event says how. Written by the agent.
     pub const ERROR: usize = 56;
     /// A value of [`ERROR`] that is no error's number: the connection has ended without leaving the NIC, and its end
     /// counts as the move with this number ([`MOVES`]). It is written before the count, so a reader that still sees an
     /// earlier count sees that the value does not match it.
-    pub const fn told(moves: u32) -> u32 {
-        TOLD | moves
+    pub const fn ended_on_nic(moves: u32) -> u32 {
+        ENDED_ON_NIC | moves
     }
-    /// Bit of [`ERROR`]: see [`told`].
-    pub const TOLD: u32 = 1 << 31;
+    /// Bit of [`ERROR`]: see [`ended_on_nic`].
+    pub const ENDED_ON_NIC: u32 = 1 << 31;
     /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does
     /// not ring the doorbell, since no thread waits for so little room; 0 if each acknowledgement is to ring it.
     pub const QUIET_ABOVE: usize = 60;
@@ -440,8 +440,8 @@ pub mod block {
     pub const QUEUE_SHIFT: u32 = 7;
     /// Greatest value of these bits.
     pub const QUEUE_MASK: u32 = (1 << 17) - 1;
-    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may read before it tells the NIC, if
-    /// that is less than usual because SO_RCVBUF makes the window small; else 0.
+    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may read before it reports them to
+    /// the NIC, if that is less than usual because SO_RCVBUF makes the window small; else 0.
     pub const REPORT_SHIFT: u32 = 24;
     /// Greatest value of these bits.
     pub const REPORT_MASK: u32 = 31;

@@ -141,9 +141,9 @@ fields!(Receiving {
 
 impl Receiving {
     /// Adapts the state after a stay in the kernel, which has acknowledged the bytes that it received up to `rcv_nxt`.
-    /// An acknowledgement is due, since the kernel's last one may have been delayed, and to tell the peer our window.
-    /// If the kernel has received segments, it has seen timestamps that it does not show: compared with those the NIC's
-    /// last one would count as no older, and after weeks as newer.
+    /// An acknowledgement is due, since the kernel's last one may have been delayed, and to announce our window to the
+    /// peer. If the kernel has received segments, it has seen timestamps that it does not show: compared with those the
+    /// NIC's last one would count as no older, and after weeks as newer.
     pub(crate) fn take_from_kernel(&mut self, received: bool, rcv_nxt: u32) {
         self.ack_due = true;
         if received {

@@ -29,11 +29,11 @@ impl Stay {
     /// are acknowledged and read, and the advertised window is still valid.
     pub fn is_idle(&self) -> bool {
         let image = &self.image;
-        let told = self.nic.is_some_and(|NicState { receiving, sending, .. }| {
+        let is_acknowledged = self.nic.is_some_and(|NicState { receiving, sending, .. }| {
             let Receiving { unacked, last_ack, ack_due, duplicate, .. } = receiving;
             !ack_due && !sending.probe_due && unacked == 0 && duplicate.is_none() && last_ack == image.rcv_nxt
         });
-        told && image.state == State::Established && image.snd_una == image.snd_end && image.unread == 0
+        is_acknowledged && image.state == State::Established && image.snd_una == image.snd_end && image.unread == 0
     }
 
     /// Completes an image that was `exported` from the kernel, and returns the NIC's own state if it is still valid,

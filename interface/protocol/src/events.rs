@@ -50,7 +50,7 @@ pub struct Happened {
     pub what: What,
     /// Number of the NIC that the event is about.
     pub nic: Option<u8>,
-    /// The reason: an index in [`Told::reasons`].
+    /// The reason: an index in [`EventList::reasons`].
     pub reason: Option<u32>,
     /// The duration in microseconds of an event that has one; the number of repetitions of one that repeats.
     pub figure: u32,
@@ -69,14 +69,14 @@ pub struct History {
 
 /// The events of several connections. Each reason is stored once, also if many events have it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Told {
+pub struct EventList {
     /// Why things have happened.
     pub reasons: Vec<String>,
     /// The connections.
     pub histories: Vec<History>,
 }
 
-impl Told {
+impl EventList {
     /// The number of a reason, which is added if it is not there.
     pub fn number_of(&mut self, reason: &str) -> u32 {
         let at = self.reasons.iter().position(|known| known == reason).unwrap_or_else(|| {
@@ -176,11 +176,11 @@ mod tests {
 
     #[test]
     fn a_reason_is_told_once() {
-        let mut told = Told::default();
-        let numbers = ["a", "b", "a"].map(|reason| told.number_of(reason));
-        assert_eq!((numbers, told.reasons.len()), ([0, 1, 0], 2));
+        let mut list = EventList::default();
+        let numbers = ["a", "b", "a"].map(|reason| list.number_of(reason));
+        assert_eq!((numbers, list.reasons.len()), ([0, 1, 0], 2));
         let event = Happened { ago_us: 0, what: What::ToNic, nic: None, reason: Some(1), figure: 0 };
-        assert_eq!(told.reason(&event), Some("b"));
-        assert_eq!(told.reason(&Happened { reason: Some(7), ..event }), None, "an agent may send any number");
+        assert_eq!(list.reason(&event), Some("b"));
+        assert_eq!(list.reason(&Happened { reason: Some(7), ..event }), None, "an agent may send any number");
     }
 }

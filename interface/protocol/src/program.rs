@@ -1,7 +1,7 @@
 //! The messages that programs and tools exchange with the agent over its socket.
 
 use crate::address::AddressInfo;
-use crate::events::{ProgramCounts, Told};
+use crate::events::{EventList, ProgramCounts};
 use crate::native::Native;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
@@ -492,7 +492,7 @@ pub enum Reply {
     /// The traffic of connections; empty at the end of the list.
     Traffic(Vec<Load>),
     /// Events of connections.
-    Events(Told),
+    Events(EventList),
     /// The counters of programs; empty at the end of the list.
     Counts(Vec<ProgramCounts>),
     /// Statistics.
@@ -527,7 +527,7 @@ impl Reply {
                     *text = plain(text);
                 }
             }
-            Reply::Events(told) => told.reasons.iter_mut().for_each(|reason| *reason = plain(reason)),
+            Reply::Events(list) => list.reasons.iter_mut().for_each(|reason| *reason = plain(reason)),
             Reply::Counts(list) => {
                 for counts in list {
                     counts.program = plain(&counts.program);

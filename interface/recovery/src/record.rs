@@ -101,10 +101,10 @@ impl Progress {
         Progress { flags: load(block::FLAGS), queued: load(block::QUEUED_SEQ), read: load(block::READ_SEQ) }
     }
 
-    /// Returns the number of bytes that the program has not read. By the NIC's count `told` are unread before
+    /// Returns the number of bytes that the program has not read. By the NIC's count `counted` are unread before
     /// `data_end`; the NIC learns of reads late, so that is an upper bound.
-    pub fn unread(&self, data_end: u32, told: u32) -> u32 {
-        data_end.wrapping_sub(self.read).min(told)
+    pub fn unread(&self, data_end: u32, counted: u32) -> u32 {
+        data_end.wrapping_sub(self.read).min(counted)
     }
 }
 
@@ -120,8 +120,8 @@ pub fn empty_memory(image: &Image, unread: u32, ranges: Option<&[(u32, u32)]>) -
 /// record has no state that an image can have.
 pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
     let mut state = State::from_number(record.state)?;
-    // The connection has ended in order, and the agent was not told yet. The kernel sends our FIN once more, and the
-    // peer acknowledges it in TIME-WAIT; so the program gets the unread bytes and the end of the stream.
+    // The connection has ended in order, and the agent has not got that event yet. The kernel sends our FIN once more,
+    // and the peer acknowledges it in TIME-WAIT; so the program gets the unread bytes and the end of the stream.
     let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
     let snd_una = if ended { record.snd_end } else { record.snd_una };
     if ended {
@@ -213,8 +213,8 @@ mod tests {
         assert_eq!(empty_memory(&sending, 0, Some(&[])), (true, false), "a byte is not acknowledged");
     }
 
-    /// A connection has ended in order before the agent was told: the program still gets the unread bytes, and the
-    /// acknowledged FIN is sent again.
+    /// A connection has ended in order before the agent has got that event: the program still gets the unread bytes,
+    /// and the acknowledged FIN is sent again.
     #[test]
     fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {
         let record = Record {

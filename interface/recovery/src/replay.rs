@@ -53,7 +53,8 @@ impl Replay<'_> {
             transmit(in_order, Flags::ACK | Flags::FIN, 0);
             return (sent, dropped);
         }
-        // Without the peer's timestamp this segment would tell the kernel nothing, except that our FIN is acknowledged.
+        // Without the peer's timestamp this segment would change nothing in the kernel, except that our FIN is
+        // acknowledged.
         if image.ts_recent != 0 || !image.timestamps || image.state.fin_acknowledged() {
             transmit(in_order, Flags::ACK, 0);
         }

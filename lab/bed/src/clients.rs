@@ -79,7 +79,7 @@ pub fn serve<C: Client>(address: SocketAddr, piece: usize, mut new: impl FnMut()
                 if client.serve(stream, &mut buffer).is_err() {
                     clients.remove(&event.token());
                 } else if waited != client.waits() {
-                    // Only who has to wait asks to be told of room.
+                    // Only a client that has to wait asks for the event of room.
                     let interest = if waited { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
                     poll.registry().reregister(stream, event.token(), interest)?;
                 }

@@ -283,7 +283,7 @@ impl Traffic {
     }
 
     /// Sends messages of this round, which the peer's successor discards, until one comes. If all that was sent had
-    /// been acknowledged, nothing has told of the restart yet, and the first messages of the next round would fail.
+    /// been acknowledged, nothing has shown the restart yet, and the first messages of the next round would fail.
     fn find_successor(&self, endpoint: &mut Endpoint) -> Result<()> {
         let region = Region { offset: endpoint.heap()[0], length: 0 };
         let outgoing = Outgoing { peer: self.to, context: self.round, tag: 0, data: 0, region, token: 0 };

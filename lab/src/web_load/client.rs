@@ -168,7 +168,7 @@ impl<'a> Worker<'a> {
     /// # Errors
     /// The system's.
     pub(super) fn new(load: &'a WebLoad, server: SocketAddr, numbers: Vec<usize>, progress: &'a Progress) -> Result<Worker<'a>> {
-        // Its first client's number tells a thread's requests from others'.
+        // A thread's requests differ from others' by its first client's number.
         let seed = load.seed.wrapping_add(numbers.first().map_or(0, |first| *first as u64) << 32);
         let piece = (load.rate / 8.0 * PIECE).clamp(PIECES[0], PIECES[1]) as usize;
         Ok(Worker {

@@ -2,8 +2,8 @@
 //! node first, then balanced.
 //!
 //! A worker uses three kinds of memory: the device's rings, its connections' state, and its programs' buffers. The
-//! first two belong to its own node, so it is best placed near the device. The third is the program's, so programs are
-//! told where their connections are and can be placed there, which "Mainstream NUMA and the TCP/IP stack", part III,
+//! first two belong to its own node, so it is best placed near the device. The third is the program's, so programs
+//! learn where their connections are and can be placed there, which "Mainstream NUMA and the TCP/IP stack", part III,
 //! leaves out. No I/O: the topology comes in as an argument.
 #![no_std]
 #![forbid(unsafe_code)]

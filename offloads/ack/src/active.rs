@@ -353,7 +353,7 @@ impl<S: Store> ActiveAck<S> {
             }
             return;
         }
-        // The SYN of a connection that the kernel opens does not tell yet which options both ends will use.
+        // The SYN of a connection that the kernel opens does not show yet which options both ends will use.
         if answers && has_other_options(frame.bytes(), parsed) {
             known.into_iter().for_each(|at| self.forget(at));
             return;

@@ -25,7 +25,7 @@ pub struct AckEntry {
     pub(crate) key: FlowKey,
     /// Link addresses, TTL and class of the kernel's frames, taken from one of them.
     pub(crate) link: Link,
-    /// The kernel's initial sequence number, which tells a repeated SYN or SYN-ACK from one of another connection.
+    /// The kernel's initial sequence number, by which a repeated SYN or SYN-ACK differs from one of another connection.
     pub(crate) iss: u32,
     /// Window scale that the kernel offered, and whether the peer offered one; None until it is known.
     pub(crate) our_scale: Option<Option<u8>>,

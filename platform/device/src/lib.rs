@@ -243,7 +243,7 @@ pub trait Device {
     }
 
     /// Number of frames taken from the device, and number of frames that have arrived at it so far: frames that arrive
-    /// later come after those. A device that cannot tell returns `u64::MAX` for the latter.
+    /// later come after those. A device that does not know returns `u64::MAX` for the latter.
     fn taken_and_come(&self) -> (u64, u64) {
         (0, u64::MAX)
     }

@@ -48,7 +48,7 @@ impl Buffer {
     /// The failed system call's.
     pub fn read(fd: BorrowedFd<'_>, side: Side) -> io::Result<Buffer> {
         let size = get(fd, libc::SOL_SOCKET, side.option())?.max(0) as u32;
-        // Linux before 5.14 does not tell.
+        // Linux before 5.14 does not report them.
         let locks = get(fd, libc::SOL_SOCKET, SO_BUF_LOCK).unwrap_or(0);
         Ok(Buffer { side, size, fixed: locks & side.lock() != 0 })
     }

@@ -151,7 +151,7 @@ pub fn renew(netlink: &Netlink, entries: &[(Flow, u32)], missing: impl FnMut(usi
     })
 }
 
-/// Tells the tracker that a connection has ended, since it has not seen the last segments: the entry expires in
+/// Ends a connection in the tracker, which has not seen its last segments: the entry expires in
 /// `seconds`, and before that a new connection with the same addresses and ports may begin.
 ///
 /// # Errors

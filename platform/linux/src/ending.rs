@@ -7,7 +7,7 @@ use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 /// Descriptor of the pipe that takes the signals' numbers; -1 before there is one.
-static TOLD: AtomicI32 = AtomicI32::new(-1);
+static NOTIFIED: AtomicI32 = AtomicI32::new(-1);
 
 /// Writes a signal's number into the pipe.
 extern "C" fn note(signal: libc::c_int) {
@@ -16,7 +16,7 @@ extern "C" fn note(signal: libc::c_int) {
     // thread's, and is restored for the code that the signal has interrupted.
     unsafe {
         let errno = *libc::__errno_location();
-        libc::write(TOLD.load(Ordering::Relaxed), (&raw const number).cast(), 1);
+        libc::write(NOTIFIED.load(Ordering::Relaxed), (&raw const number).cast(), 1);
         *libc::__errno_location() = errno;
     }
 }
@@ -29,9 +29,9 @@ extern "C" fn note(signal: libc::c_int) {
 /// # Errors
 /// If there is no room for a pipe or a thread.
 pub fn before_end(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let (mut arrived, told) = io::pipe()?;
+    let (mut arrived, notified) = io::pipe()?;
     // It stays open for as long as the process lives: a handler may use it at any time.
-    TOLD.store(OwnedFd::from(told).into_raw_fd(), Ordering::Relaxed);
+    NOTIFIED.store(OwnedFd::from(notified).into_raw_fd(), Ordering::Relaxed);
     {
         // The new thread inherits this mask, so the signal interrupts another thread.
         let _undisturbed = Undisturbed::begin();

@@ -21,7 +21,7 @@ pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
 }
 
-/// What tells a descriptor's file from any other that is open.
+/// What distinguishes a descriptor's file from any other that is open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Identity {
     device: u64,

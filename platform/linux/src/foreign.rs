@@ -72,7 +72,7 @@ const PATIENCE: i64 = 2_000_000;
 #[repr(transparent)]
 pub struct Foreign(ManuallyDrop<OwnedFd>);
 
-/// The kind of a descriptor, as far as it can be told without a call on its file.
+/// The kind of a descriptor, as far as it is known without a call on its file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     /// Closing it does not wait.

@@ -98,7 +98,7 @@ const CALLS: &[Call] = calls! {
     getrandom = SYS_getrandom() -> 0;
 };
 
-/// Number of filters that this process has. None if /proc does not tell. Makes only system calls that the dynamic
+/// Number of filters that this process has. None if /proc does not show it. Makes only system calls that the dynamic
 /// linker makes, too, since a filter may kill the process for any other call.
 pub fn filters() -> Option<u32> {
     // SAFETY: the path is NUL-terminated.

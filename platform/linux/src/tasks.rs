@@ -13,7 +13,7 @@ pub enum Activity {
     Stopped,
     /// It is stopped by a tracer.
     Traced,
-    /// It has ended, or the system does not tell.
+    /// It has ended, or the system does not report it.
     Unknown,
 }
 

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-/// Columns of a terminal. None if the descriptor is no terminal's, or the terminal does not tell.
+/// Columns of a terminal. None if the descriptor is no terminal's, or the terminal does not report them.
 pub fn columns(fd: impl AsFd) -> Option<usize> {
     let size = rustix::termios::tcgetwinsize(fd).ok()?;
     (size.ws_col > 0).then_some(usize::from(size.ws_col))

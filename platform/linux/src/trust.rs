@@ -1,7 +1,7 @@
 //! Whether the process that listens at a path may be trusted: programs send it their descriptors, and use memory that
 //! it shares with them.
 //!
-//! It must belong to root or to this process's own user: the kernel tells its user (SO_PEERCRED), whatever the path and
+//! It must belong to root or to this process's own user: the kernel shows its user (SO_PEERCRED), whatever the path and
 //! whichever user could create it. In a user namespace the users outside of it, the host's root too, are all shown as
 //! one (65534, the overflow user). There the path decides: it must lead through directories that no user in the
 //! namespace can write, or through a mount that only the namespace's root could make.

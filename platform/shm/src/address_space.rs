@@ -11,7 +11,7 @@ pub const RESERVE: u64 = 16 << 20;
 /// Bytes of a page, which /proc counts.
 const PAGE: u64 = 4096;
 
-/// Bytes that this process may still map. None if there is no limit, or the kernel does not tell how much is mapped.
+/// Bytes that this process may still map. None if there is no limit, or the kernel does not show how much is mapped.
 pub fn left() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is live and has room for one rlimit. Where a seccomp filter forbids the call no limit is known.

@@ -84,7 +84,7 @@ impl Region {
     }
 
     /// Maps `length` bytes of memory of the kernel's with a fixed size, such as that of a BPF array map, whose
-    /// descriptor does not tell its length.
+    /// descriptor does not show its length.
     ///
     /// # Errors
     /// The system's error, if the memory is shorter.

@@ -440,9 +440,9 @@ impl Connection {
         }
     }
 
-    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, if SACK tells the peer everything that it has missed
-    /// until then, after [`REORDERING`]: segments that come by several processors overtake each other without any being
-    /// lost.
+    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, if SACK reports to the peer everything that it
+    /// has missed until then, after [`REORDERING`]: segments that come by several processors overtake each other
+    /// without any being lost.
     fn report_gap(&mut self, now: Instant) {
         let report_at = now.after(REORDERING);
         if self.agreed.sack && self.reassembly.is_empty() {
@@ -570,6 +570,14 @@ mod tests {
             pair
         }
 
+        /// Whose reader's program has answered what came.
+        fn answering(most: u32) -> Pair {
+            let mut pair = Pair::new(most);
+            pair.write(&[100]);
+            pair.answer();
+            pair
+        }
+
         /// Moves segments until neither end has any left. Returns how many pure acknowledgements the reader has sent.
         fn exchange(&mut self) -> u32 {
             let mut pure = 0;
@@ -654,9 +662,7 @@ mod tests {
     fn an_answer_is_the_acknowledgement() {
         for length in [1, 100, 499, 500, 1000, MSS, MSS + 100] {
             for most in [0, 65536] {
-                let mut pair = Pair::new(most);
-                pair.write(&[100]);
-                pair.answer();
+                let mut pair = Pair::answering(most);
                 for _ in 0..100 {
                     pair.wait(MILLI);
                     let pure = pair.write(&[length]);
@@ -674,9 +680,7 @@ mod tests {
     fn a_request_in_two_writes_does_not_wait() {
         for second in [MSS + 1, 2000, 2 * MSS - 1, 2 * MSS + 1, 4000, 10_000] {
             for most in [0, 65536] {
-                let mut pair = Pair::new(most);
-                pair.write(&[100]);
-                pair.answer();
+                let mut pair = Pair::answering(most);
                 for _ in 0..100 {
                     pair.wait(MILLI);
                     pair.write(&[300, second]);
@@ -690,9 +694,7 @@ mod tests {
     /// A program that has stopped to answer: one acknowledgement was delayed in vain, and then none is.
     #[test]
     fn after_a_delay_in_vain_small_messages_are_acknowledged_at_once() {
-        let mut pair = Pair::new(0);
-        pair.write(&[100]);
-        pair.answer();
+        let mut pair = Pair::answering(0);
         pair.wait(MILLI);
         assert_eq!(pair.write(&[100, 100]), 0);
         assert!(!pair.all_came(), "as on Linux, where the program seems to answer");
@@ -710,9 +712,7 @@ mod tests {
     /// The same if messages fill a full segment before the delay is over.
     #[test]
     fn fast_messages_wait_once() {
-        let mut pair = Pair::new(0);
-        pair.write(&[100]);
-        pair.answer();
+        let mut pair = Pair::answering(0);
         let waited = (0..1000).filter(|_| {
             pair.wait(MILLI);
             pair.write(&[100]);

@@ -287,7 +287,7 @@ mod tests {
         assert!((1..4).contains(&accepted), "{accepted}");
     }
 
-    /// RFC 6528: a new connection of the same 4-tuple begins behind an old one, and those of others tell nothing.
+    /// RFC 6528: a new connection of the same 4-tuple begins behind an old one, and those of others give no hint of it.
     #[test]
     fn numbers_grow_with_time() {
         let first = SECRET.numbers(&flow(1), Instant(0));

@@ -107,7 +107,7 @@ impl Connection {
     /// Goes on from an image alone, as the kernel gives it: for the state that it leaves out, the least harmful values
     /// are assumed.
     fn assume(&mut self, image: &Image, now: Instant) {
-        // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only the timestamp that it
+        // PAWS starts from the first segment seen: the kernel does not show its ts_recent, only the timestamp that it
         // echoed last. The peer's next segments are acknowledged at once, as at the start: its view of the window is
         // refreshed soon.
         self.receive.last_ack = image.rcv_nxt;

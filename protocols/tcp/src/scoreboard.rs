@@ -272,7 +272,7 @@ impl Scoreboard {
     }
 
     /// The acknowledged segments at the front that were sent once, as long as nothing was SACKed. Only the latest of
-    /// them gives a round-trip sample, and the oldest tells whether any was sent before `high_seq`.
+    /// them gives a round-trip sample, and the oldest shows whether any was sent before `high_seq`.
     #[inline]
     fn acknowledge_plain(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         if self.highest_sacked.is_some() {
@@ -427,7 +427,7 @@ impl Scoreboard {
             match self.undecided(entry) {
                 Some(_) if !older(entry) => break,
                 Some(_) if due(entry) > now => {
-                    // The last of those that are older tells when all of them are due.
+                    // The last of those that are older decides when all of them are due.
                     let olders = self.timeline.partition_point(|entry| older(*entry));
                     let near = self.timeline.range(..olders).rev().take(LOOKED_AT);
                     let last = near.copied().find(|entry| self.undecided(*entry).is_some()).unwrap_or(entry);

@@ -26,7 +26,7 @@ impl Connection {
     }
 
     /// When this end may open the next connection while this one is in TIME-WAIT; None if it has to wait until the end
-    /// of that. From then on both timestamp clocks tell the segments of the two apart.
+    /// of that. From then on both timestamp clocks distinguish the segments of the two.
     pub fn reopens_at(&self) -> Option<Instant> {
         (self.state == State::TimeWait && self.agreed.timestamps).then(|| self.receive.last_at.after(REOPENED_AFTER))
     }

@@ -3,8 +3,8 @@
 use crate::connection::{Connection, Due};
 
 /// How far the edge moves at least where segments are larger: half the buffer (section 3.8.6.2.2), less the eighth by
-/// which programs are late in telling what they have read. Otherwise an edge that waits for the last piece would never
-/// move.
+/// which programs are late in reporting what they have read. Otherwise an edge that waits for the last piece would
+/// never move.
 fn large_enough(capacity: u32) -> u32 {
     capacity / 8 * 3
 }

@@ -171,11 +171,11 @@ impl Socket {
             libc::TCP_QUICKACK | libc::TCP_LINGER2 | libc::TCP_WINDOW_CLAMP | libc::TCP_THIN_LINEAR_TIMEOUTS => {}
             _ => return Err(libc::ENOPROTOOPT),
         }
-        self.tell_connection(name, number);
+        self.notify_connection(name, number);
         Ok(())
     }
 
-    fn tell_connection(&mut self, name: i32, number: i32) {
+    fn notify_connection(&mut self, name: i32, number: i32) {
         let cork = self.options.cork;
         let Some(stream) = self.stream_mut() else { return };
         match name {

@@ -231,7 +231,7 @@ impl Stream {
     }
 
     /// Whether a segment is the acknowledgement that every move sends, and has nothing new for the peer: it is not put
-    /// on the wire, where scripts could not tell when a move took place.
+    /// on the wire, where scripts do not know when a move took place.
     pub fn repeats_itself(&mut self, transmit: &Transmit) -> bool {
         let (syn, fin) = (transmit.flags.contains(Flags::SYN), transmit.flags.contains(Flags::FIN));
         let end = transmit.seq.wrapping_add(transmit.length + u32::from(syn) + u32::from(fin));

@@ -279,8 +279,8 @@ fn leave_server(world: &mut World, from: usize) {
     assert!(world.run_until(1_000_000, |world| world.nodes[from].policy.peers() == 0), "endpoint {from}");
 }
 
-/// Whoever takes the place of a peer that has said goodbye has its first message delivered: it knows us by the
-/// incarnation that it was told.
+/// Whoever takes the place of a peer that has said goodbye has its first message delivered: it knows us
+/// by the incarnation that it was sent.
 #[test]
 fn a_peer_that_takes_the_place_of_another_is_served() {
     let mut world = server(4, 1);
@@ -290,7 +290,7 @@ fn a_peer_that_takes_the_place_of_another_is_served() {
     }
 }
 
-/// Two that come at once are told the same incarnation of ours. The second is served, though that has changed since
+/// Two that come at once are sent the same incarnation of ours. The second is served, though that has changed since
 /// another peer was forgotten for the first.
 #[test]
 fn peers_that_come_at_once_and_take_the_places_of_others_are_served() {

@@ -416,7 +416,7 @@ fn a_reset_with_the_number_of_the_fin_counts() {
 }
 
 /// RFC 2883 section 4 (4): the block behind the report of a duplicate is the one that the duplicate lies in, also where
-/// another one has grown since. A sender tells by that that the first block is a report.
+/// another one has grown since. By that a sender knows that the first block is a report.
 #[test]
 fn the_block_that_a_duplicate_lies_in_follows_its_report() {
     for (what, seq, length) in [("all of it", 101, 100), ("a part of it", 120, 20)] {

@@ -37,8 +37,8 @@ fn hold(connection: &mut Connection) {
     assert_eq!(sent(connection, NOW), []);
 }
 
-/// Acknowledgements that this end sends by itself do not take along what is held back: the delayed one, and the one
-/// that tells of more room.
+/// Acknowledgements that this end sends by itself do not take along what is held back: the delayed one, and
+/// the one that announces more room.
 #[test]
 fn acknowledgements_do_not_take_it_along() {
     let mut tcp = connection();

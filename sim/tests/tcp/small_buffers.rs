@@ -1,4 +1,4 @@
-//! Receive buffers of any size that a program can set: an upload goes on, however late the program is in telling what
+//! Receive buffers of any size that a program can set: an upload goes on, however late the program is in reporting what
 //! it has read, and whatever scale was agreed on before.
 
 use baton_sim::Impairments;
@@ -18,12 +18,12 @@ fn upload(buffer: u32, receive_limit: u32, mtu: u32, timestamps: bool) -> Result
     assert!(pair.run_until(SECOND, |pair| pair.ends.iter().all(|end| end.connection.state() == State::Established)));
     let receiver = &mut pair.ends[1];
     receiver.connection.limit_window(buffer);
-    // An eighth of the window, as programs are told.
+    // An eighth of the window, as programs do by REPORT_SHIFT.
     receiver.reports_every = (buffer / 8).clamp(1, 8192);
     let bytes = 65_536 + WINDOWS * u64::from(buffer);
     pair.ends[0].send(bytes, false);
     let started = pair.now;
-    // The last bytes are acknowledged whether or not the program has told that they are read.
+    // The last bytes are acknowledged whether or not the program has reported that they are read.
     let whole = pair.run_until(600 * SECOND, |pair| pair.ends[1].verified == bytes && pair.ends[0].acknowledged() == bytes);
     let took = pair.now.since(started);
     let verified = pair.ends[1].verified;

@@ -3,7 +3,7 @@
 mod comments;
 mod file;
 mod merge;
-mod news;
+mod updates;
 
 use crate::tools::SocketArgument;
 use anyhow::{Context, Result, bail};
@@ -17,7 +17,6 @@ use clap::Args;
 use comments::Comments;
 use file::{Output, Sink};
 use merge::{Flow, Frame, Merge, Source};
-use news::News;
 use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
@@ -26,6 +25,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
+use updates::Update;
 
 pub const EXAMPLES: &str = "Examples:
   baton capture                                    a line for each frame of the NIC's connections
@@ -65,8 +65,8 @@ pub struct CaptureArguments {
     filter: Vec<String>,
 }
 
-/// Microseconds for which a frame waits for earlier frames of other sources, and for the agent's news of its
-/// connection.
+/// Microseconds for which a frame waits for earlier frames of other sources, and for the agent's list of
+/// events of its connection.
 const HOLD: u64 = 400_000;
 
 /// Time between two polls of the rings.
@@ -144,7 +144,7 @@ struct Capture<'a> {
     comments: Comments,
     /// Connections of Baton's.
     known: HashSet<Flow>,
-    news: Receiver<News>,
+    updates: Receiver<Update>,
     last_look: Sender<()>,
     /// The difference between nanoseconds since 1970 and the monotonic clock.
     clock: u64,
@@ -181,8 +181,8 @@ impl Capture<'_> {
     /// Writes the frames whose time has come: all of them at the `end`. Returns whether there are as many as are
     /// wanted.
     fn write(&mut self, end: bool) -> Result<bool> {
-        while let Ok(news) = self.news.try_recv() {
-            self.hear(news);
+        while let Ok(update) = self.updates.try_recv() {
+            self.take_update(update);
         }
         let until = if end { u64::MAX } else { self.clock + monotonic_micros().saturating_sub(HOLD) * 1000 };
         while let Some(frame) = self.merge.next(until) {
@@ -205,15 +205,15 @@ impl Capture<'_> {
         Ok(false)
     }
 
-    fn hear(&mut self, news: News) {
-        match news {
-            News::Has(flow) => _ = self.known.insert(flow),
-            News::Happened(flow, at, text) => self.comments.add(flow, at, text),
-            News::Last => {}
+    fn take_update(&mut self, update: Update) {
+        match update {
+            Update::Has(flow) => _ = self.known.insert(flow),
+            Update::Happened(flow, at, text) => self.comments.add(flow, at, text),
+            Update::Last => {}
         }
     }
 
-    /// Writes all frames that are left, with the agent's present news of their connections.
+    /// Writes all frames that are left, with the events of their connections that the agent lists now.
     fn finish(&mut self, sources: &mut Sources) -> Result<()> {
         self.take(sources)?;
         // If the thread has ended, there is nothing to wait for.
@@ -221,9 +221,9 @@ impl Capture<'_> {
         let until = monotonic_micros() + LAST_LOOK;
         loop {
             let left = Duration::from_micros(until.saturating_sub(monotonic_micros()));
-            match self.news.recv_timeout(left) {
-                Ok(News::Last) | Err(_) => break,
-                Ok(news) => self.hear(news),
+            match self.updates.recv_timeout(left) {
+                Ok(Update::Last) | Err(_) => break,
+                Ok(update) => self.take_update(update),
             }
         }
         self.write(true).map(drop)
@@ -299,7 +299,7 @@ pub fn run(arguments: &CaptureArguments) -> Result<()> {
     let signals = process::signal_descriptor(&process::ENDING)?;
     let mut sources = Sources::begin(&socket, arguments)?;
     let (output, name) = arguments.open()?;
-    let (news, last_look) = news::watch(socket.clone())?;
+    let (updates, last_look) = updates::watch(socket.clone())?;
     let clock = realtime_nanos() - monotonic_micros() * 1000;
     let to_file = arguments.write.as_ref().is_some_and(|path| path.as_os_str() != "-");
     let progress = to_file && terminal::columns(std::io::stderr()).is_some();
@@ -307,7 +307,7 @@ pub fn run(arguments: &CaptureArguments) -> Result<()> {
     let (merge, known, captured, dropped) = (Merge::default(), HashSet::new(), [0; 2], (0, 0));
     let buffer = vec![0; LONGEST];
     let mut capture =
-        Capture { arguments, filter, output, merge, comments, known, news, last_look, clock, captured, dropped, buffer };
+        Capture { arguments, filter, output, merge, comments, known, updates, last_look, clock, captured, dropped, buffer };
     if to_file {
         eprintln!("capturing to {name}; Ctrl-C ends it");
     }

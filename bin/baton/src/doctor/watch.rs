@@ -363,7 +363,7 @@ fn lines(found: &Found) -> Vec<String> {
             "{subject} (processes {}{more}), watched for {seconds:.1} s{early}: {connections} connections",
             numbers.join(", ")
         ),
-        format!("{would_move:>7} would move (`baton run` moves those that carry more than 64 KiB, unless told otherwise)"),
+        format!("{would_move:>7} would move (`baton run` moves those that carry more than 64 KiB, unless a rule says otherwise)"),
     ];
     if found.blocking > 0 {
         let blocking = found.blocking;

@@ -1,7 +1,7 @@
 //! A connection's events, in words and as JSON.
 
 use super::columns::duration;
-use baton_protocol::events::{Happened, Told, What};
+use baton_protocol::events::{EventList, Happened, What};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 use std::collections::HashMap;
@@ -15,13 +15,15 @@ pub struct Event {
 
 impl Event {
     /// The events of each connection, by session and number.
-    pub fn by_connection(told: &[Told]) -> HashMap<(u32, u32), Vec<Event>> {
-        let histories = told.iter().flat_map(|told| told.histories.iter().map(move |history| (told, history)));
-        let event =
-            |told: &Told, happened: &Happened| Event { happened: *happened, reason: told.reason(happened).map(str::to_owned) };
+    pub fn by_connection(lists: &[EventList]) -> HashMap<(u32, u32), Vec<Event>> {
+        let histories = lists.iter().flat_map(|list| list.histories.iter().map(move |history| (list, history)));
+        let event = |list: &EventList, happened: &Happened| Event {
+            happened: *happened,
+            reason: list.reason(happened).map(str::to_owned),
+        };
         histories
-            .map(|(told, history)| {
-                let events = history.events.iter().map(|happened| event(told, happened)).collect();
+            .map(|(list, history)| {
+                let events = history.events.iter().map(|happened| event(list, happened)).collect();
                 ((history.session, history.connection), events)
             })
             .collect()
@@ -117,12 +119,12 @@ mod tests {
     use baton_protocol::events::History;
 
     fn events() -> Vec<Event> {
-        let mut told = Told::default();
+        let mut list = EventList::default();
         let mut happened = |ago_us, what, figure, reason: Option<&str>| Happened {
             ago_us,
             what,
             nic: Some(1),
-            reason: reason.map(|reason| told.number_of(reason)),
+            reason: reason.map(|reason| list.number_of(reason)),
             figure,
         };
         let events = vec![
@@ -132,8 +134,8 @@ mod tests {
             happened(2_000_000, What::ToKernel, 13_000, Some("the NIC died")),
             happened(1_000_000, What::StayedInKernel, 3, Some("the NIC has no room for it")),
         ];
-        told.histories.push(History { session: 2, connection: 7, events });
-        Event::by_connection(&[told]).remove(&(2, 7)).expect("events")
+        list.histories.push(History { session: 2, connection: 7, events });
+        Event::by_connection(&[list]).remove(&(2, 7)).expect("events")
     }
 
     #[test]

@@ -163,7 +163,7 @@ fn plan(unit: &str, options: &[String]) -> Result<(String, Vec<String>)> {
     Ok((text::drop_in(unit, &all, &commands, baton, library, options), text::cautions(&all)))
 }
 
-/// Why a program runs natively under `baton run`; None if it is served, or if that cannot be told.
+/// Why a program runs natively under `baton run`; None if it is served, or if that is unknown.
 fn unserved(program: &str) -> Option<String> {
     let name = CString::new(program).ok()?;
     let found = executable::search(&name, Some(PATHS.as_bytes()))?;

@@ -258,7 +258,7 @@ static void short_waits(int moved)
 /* Sends a byte when nobody has been waiting for it for a while. */
 static void *send_late(void *end)
 {
-    /* Waits: until the other thread sleeps, which nothing tells; one that has not slept yet finds the byte at once. */
+    /* Waits: until the other thread sleeps, of which there is no event; one that has not slept yet finds the byte at once. */
     usleep(30000);
     CHECK(write((long)end, "x", 1) == 1);
     return NULL;

@@ -552,7 +552,7 @@ static pid_t fork_unseen(void)
     return child;
 }
 
-/* A child that nobody saw sends and receives on its parent's connections: what it was told is done is done, and the parent's own bytes are
+/* A child that nobody saw sends and receives on its parent's connections: what was reported to it as done is done, and the parent's own bytes are
  * whole. */
 static void share_unseen(void)
 {

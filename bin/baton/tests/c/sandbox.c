@@ -478,7 +478,7 @@ static void calls(void)
     answer(fd);
     receive(fd, piece, PIECE);
     CHECK(sendfile(pair[0], file, NULL, 10) == 10 && recv(pair[1], piece + PIECE - 10, 10, 0) == 10);
-    /* What came back was spoilt on purpose: the last round's bytes are told again. */
+    /* What came back was spoilt on purpose: the last round's bytes are made again. */
     for (size_t at = 0; at < PIECE; at++)
         piece[at] = byte_at(11 * 31 + at);
     CHECK(write(fd, piece, PIECE) == PIECE);

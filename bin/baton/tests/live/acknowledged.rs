@@ -130,7 +130,7 @@ fn survives(workers: usize) {
             // A bucket that moves passes what large receive holds to the kernel: wait until no bucket moves any more.
             let mut moved = u64::MAX;
             wait_until("buckets that stay", || {
-                // Waits: the NIC does not tell when no bucket is left to move; it moves the next one within a
+                // Waits: the NIC reports no end of the buckets that are left to move; it moves the next one within a
                 // millisecond.
                 std::thread::sleep(Duration::from_millis(30));
                 let before = std::mem::replace(&mut moved, count(&bed, Counter::Buckets));

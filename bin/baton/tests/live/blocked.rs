@@ -51,7 +51,7 @@ impl Drop for Program {
     }
 }
 
-/// An echo server on host B that tells when a connection ends.
+/// An echo server on host B that reports when a connection ends.
 pub fn echoes(bed: &Testbed) -> (SocketAddr, Receiver<Instant>) {
     let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
     let at = listener.local_addr().expect("its address");

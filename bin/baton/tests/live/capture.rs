@@ -89,8 +89,8 @@ fn comments(frames: &[Seen]) -> String {
     frames.iter().flat_map(|frame| frame.comments.iter().map(|comment| format!("{comment}\n"))).collect()
 }
 
-/// Whether the program's host, and the peer, have sent anything again: of the former the peer's kernel tells, which
-/// reports what it gets twice (RFC 2883). A connection that moves counts anew in the kernel.
+/// Whether the program's host, and the peer, have sent anything again: for the former the peer's kernel shows it,
+/// which reports what it gets twice (RFC 2883). A connection that moves counts anew in the kernel.
 fn sent_again_by(scene: &Scene) -> [bool; 2] {
     let twice = ["TCPDSACKOldSent", "TCPDSACKOfoSent"].map(|name| counter(&scene.bed.host_b, "netstat", "TcpExt", name));
     [twice.into_iter().any(|count| count.expect("a counter") > 0), sent_again(&scene.peer) > 0]

@@ -41,7 +41,7 @@ def attempt(call):
 def poll(one, events):
     poll = select.poll()
     poll.register(one, events)
-    # The kernel notes a reset's error before the rest (tcp_reset): what looks in between is told of the error alone.
+    # The kernel notes a reset's error before the rest (tcp_reset): a poll in between reports the error alone.
     while (found := poll.poll(20000)[0][1]) == select.POLLERR: pass
     return found
 listener = socket.create_server(('127.0.0.1', 0), backlog=100)

@@ -2,7 +2,7 @@
 //! last message is acknowledged, and whoever waits for that is woken.
 
 use crate::common::{hosts, wait_until};
-use crate::stopped::{hold_nic, in_time, nic_process, start_with_peers};
+use crate::stopped::{WOULD_WAIT, hold_nic, in_time, nic_process, start_with_peers};
 use baton_bed::testbed::TestbedSettings;
 use baton_linux::freeze::release_late;
 use baton_linux::process;
@@ -28,16 +28,10 @@ poll.register(polls, select.POLLOUT)
 level_set.register(level, select.EPOLLOUT)
 edge_set.register(edge, select.EPOLLOUT | select.EPOLLET)
 waits = {polls: poll.poll, level: level_set.poll, edge: edge_set.poll, blocks: lambda: blocks.send(b'z')}
-def would_wait(act):
-    try:
-        act()
-        return False
-    except BlockingIOError:
-        return True
 ";
 
 /// A message of each connection is under way while the NIC stands still: no socket is writable, and all threads sleep.
-/// Then their calls return, and what they were told is true.
+/// Then their calls return, and what these report is true.
 const UNDER_WAY: &str = "
 def sleeps(thread):
     call = open(f'/proc/self/task/{thread.native_id}/syscall').read().split()[0]
@@ -90,7 +84,7 @@ for one in polls, level, edge:
 #[test]
 fn whoever_waits_for_a_handshake_is_woken_by_it() {
     let bed = hosts(TestbedSettings::default());
-    let program = [WAYS, UNDER_WAY].concat();
+    let program = [WOULD_WAIT, WAYS, UNDER_WAY].concat();
     let ((mut program, mut lines), peers) = start_with_peers::<4>(&bed, &program, HANDSHAKE);
     for peer in &peers {
         baton_handoff::shell::block_input(peer.as_fd()).expect("a deaf peer");
@@ -123,7 +117,7 @@ fn a_nic_that_ends_in_a_handshake_holds_up_nobody() {
     const SIGSTOP: i32 = 19;
     for signal in [SIGSTOP, SIGKILL] {
         let bed = hosts(TestbedSettings::default());
-        let program = [WAYS, UNDER_WAY].concat();
+        let program = [WOULD_WAIT, WAYS, UNDER_WAY].concat();
         let ((mut program, mut lines), peers) = start_with_peers::<4>(&bed, &program, HANDSHAKE);
         let mut input = program.stdin.take().expect("its input");
         let mut says = |wanted: &str| {
@@ -160,7 +154,7 @@ fn a_nic_that_ends_in_a_handshake_holds_up_nobody() {
 #[test]
 fn a_send_that_was_waited_for_finds_room_by_each_handshake() {
     let bed = hosts(TestbedSettings::default());
-    let ((mut program, mut lines), peers) = start_with_peers::<4>(&bed, &[WAYS, MANY].concat(), HANDSHAKE);
+    let ((mut program, mut lines), peers) = start_with_peers::<4>(&bed, &[WOULD_WAIT, WAYS, MANY].concat(), HANDSHAKE);
     let mut input = program.stdin.take().expect("its input");
     let reads = |peer: TcpStream| move || std::io::copy(&mut &peer, &mut std::io::sink());
     let readers: Vec<_> = peers.map(|peer| std::thread::spawn(reads(peer))).into_iter().collect();

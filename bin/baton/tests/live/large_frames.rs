@@ -146,7 +146,7 @@ error = struct.unpack_from('=i', netlink.recv(4096), 16)[0]
 sys.exit(error and f'error {-error}')
 ";
 
-/// BIG TCP: a peer that sends frames of up to 200 or 512 KB, without a length field that could tell it. They are not
+/// BIG TCP: a peer that sends frames of up to 200 or 512 KB, without a length field large enough for that. They are not
 /// lost, and connections move while they come: they are mirrored, held and replayed like any other. The next data of a
 /// connection is received in one piece, however long it is. How fast that is without all else is printed.
 #[test]

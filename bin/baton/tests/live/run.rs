@@ -151,9 +151,9 @@ while piece := server.recv(65536):
 print(received)
 ";
 
-/// Programs tell the NIC what they have read after a part of the window, however small SO_RCVBUF makes it: the peer's
-/// data goes on. Whoever waits for a window that nobody opens probes it ever less often, and after 15 seconds here the
-/// upload counts as stuck.
+/// Programs report to the NIC what they have read after a part of the window, however small SO_RCVBUF makes it: the
+/// peer's data goes on. Whoever waits for a window that nobody opens probes it ever less often, and after 15 seconds
+/// here the upload counts as stuck.
 #[test]
 fn an_upload_into_a_small_receive_buffer_goes_on() {
     for size in ["1", "2304", "3000", "20000"] {

@@ -302,6 +302,16 @@ fn a_program_closes_and_ends_while_the_agent_is_stopped() {
     assert_eq!(peer.read(&mut byte).expect("the FIN"), 0);
 }
 
+/// Whether a call fails since it would wait.
+pub const WOULD_WAIT: &str = "
+def would_wait(act):
+    try:
+        act()
+        return False
+    except BlockingIOError:
+        return True
+";
+
 /// Fills the ring of messages by one connection, and uses two others by edges.
 const EDGES: &str = "
 import array, fcntl, select, socket, sys, termios
@@ -323,12 +333,6 @@ while len(seen) < 2:
     seen.update(fd for fd, _ in edges.poll())
 print('unread', flush=True)
 sys.stdin.readline()
-def would_wait(act):
-    try:
-        act()
-        return False
-    except BlockingIOError:
-        return True
 while not would_wait(lambda: busy.send(b'x')):
     pass
 sent, received = not would_wait(lambda: sends.send(b'x')), 0
@@ -377,7 +381,7 @@ pub fn start_with_peers<const COUNT: usize>(
 #[test]
 fn edges_follow_when_a_ring_was_full() {
     let bed = hosts(TestbedSettings::default());
-    let ((mut program, mut lines), mut peers) = start_with_peers::<3>(&bed, EDGES, &[]);
+    let ((mut program, mut lines), mut peers) = start_with_peers::<3>(&bed, &[WOULD_WAIT, EDGES].concat(), &[]);
     let mut input = program.stdin.take().expect("its input");
     let mut says = |wanted: &str| {
         let mut line = String::new();
@@ -397,7 +401,7 @@ fn edges_follow_when_a_ring_was_full() {
     assert!(program.wait().expect("its end").success());
 }
 
-/// Fills the ring of messages by one connection, and makes the call that it is told of on another one.
+/// Fills the ring of messages by one connection, and makes the call that the test names on another one.
 const FULL: &str = "
 import array, fcntl, socket, sys, termios
 busy, other = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(2)]

@@ -91,8 +91,8 @@ fn a_program_inside_an_operation_delays_no_other() {
 fn moves_in_vain(bed: &Testbed) -> u32 {
     let mut tool = bed.tool().expect("a tool");
     let listed = tool.connections().expect("a list");
-    let told = tool.events(&[(listed[0].session, listed[0].connection)]).expect("its events");
-    let events = told.iter().flat_map(|told| &told.histories).flat_map(|history| &history.events);
+    let lists = tool.events(&[(listed[0].session, listed[0].connection)]).expect("its events");
+    let events = lists.iter().flat_map(|list| &list.histories).flat_map(|history| &history.events);
     events.filter(|event| event.what == What::StayedOnNic).map(|event| event.figure).sum()
 }
 

@@ -350,7 +350,7 @@ def attempt(operation, s):
         return errno.errorcode.get(error.errno, error.errno)
 
 
-# Ways to wait for events of a socket: each returns the present events, as a number or as lists. `room` says whether an event that tells of
+# Ways to wait for events of a socket: each returns the present events, as a number or as lists. `room` says whether an event for
 # room may be reported: where it depends on sizes of buffers it must not, since it would disarm EPOLLONESHOT, and be an edge.
 
 

@@ -16,7 +16,7 @@ use baton_linux::netlink::Netlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{diagnosis, socket};
 use baton_moves::Custody;
-use baton_protocol::events::{History, Told};
+use baton_protocol::events::{EventList, History};
 use baton_protocol::program::{ConnectionInfo, Detail, Load, NicStatistics, Place, Reply, Statistics};
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
@@ -34,8 +34,8 @@ const EVENT_BYTES: usize = 24;
 /// Most connections whose traffic one answer has: fewer than 60 bytes each.
 const LOADS: usize = 1000;
 
-/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose lock
-/// others may hold only what can be told without it.
+/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose
+/// lock others may hold it is only what can be read without it.
 fn kernel_detail(user: u32, connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
     if connection.call().is_some() || outsider(user, connection.process, fd).is_some() {
@@ -156,20 +156,20 @@ impl Listing<'_> {
     }
 
     /// The events of these connections, as many as fit into one answer; what there is not is left out.
-    pub(super) fn events(&self, connections: &[(u32, u32)]) -> Told {
-        let (mut told, mut bytes, now) = (Told::default(), 0, monotonic_micros());
+    pub(super) fn events(&self, connections: &[(u32, u32)]) -> EventList {
+        let (mut list, mut bytes, now) = (EventList::default(), 0, monotonic_micros());
         for (at, number) in connections.iter().take(LISTED) {
             let Some(Some(session)) = self.0.sessions.get(*at as usize) else { continue };
             let Some(Some(connection)) = session.connections.get(*number as usize) else { continue };
-            let events = connection.events.told(now, &mut told);
+            let events = connection.events.list(now, &mut list);
             bytes += HISTORY_BYTES + EVENT_BYTES * events.len();
             // One that does not fit may have added reasons. The first one always fits.
-            if bytes + told.reasons.iter().map(|reason| EVENT_BYTES + reason.len()).sum::<usize>() > LISTED_IN_ALL {
+            if bytes + list.reasons.iter().map(|reason| EVENT_BYTES + reason.len()).sum::<usize>() > LISTED_IN_ALL {
                 break;
             }
-            told.histories.push(History { session: *at, connection: *number, events });
+            list.histories.push(History { session: *at, connection: *number, events });
         }
-        told
+        list
     }
 
     /// What connections have carried, from this session and number on.
@@ -198,7 +198,7 @@ impl Listing<'_> {
         list
     }
 
-    /// What a connection has carried, if that can be told without waiting for its socket's lock; not in the middle of a
+    /// What a connection has carried, if that can be read without waiting for its socket's lock; not in the middle of a
     /// move.
     fn carried(&self, session: &Session, connection: &Connection) -> Option<Traffic> {
         if connection.goal().is_some() {

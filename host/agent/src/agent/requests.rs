@@ -91,14 +91,14 @@ fn begun(begun: Result<()>) -> Option<(Reply, Vec<OwnedFd>)> {
 }
 
 /// Forgets a connection for its program, and closes the descriptor that came with the request after the socket's.
-fn forget(agent: &mut Agent, asker: Asker, number: u32, told: Option<Foreign>) -> Option<Reply> {
+fn forget(agent: &mut Agent, asker: Asker, number: u32, closed: Option<Foreign>) -> Option<Reply> {
     // Its program notes first that it is closed. If that is not noted, another connection has got the number since: an
     // agent that takes over forgets what is closed by itself, and the request for it may wait for its turn meanwhile.
     if agent.connection_ref(asker.0, number).is_some_and(|other| !other.attached && !other.block.is_closed()) {
         return Some(Reply::Done);
     }
-    if let (Some(told), Some(connection)) = (told, agent.connection(asker.0, number)) {
-        connection.extra().told = Some(told);
+    if let (Some(closed), Some(connection)) = (closed, agent.connection(asker.0, number)) {
+        connection.extra().closed = Some(closed);
     }
     agent.forget(asker.0, number, asker)
 }

@@ -130,8 +130,8 @@ impl Performer<'_> {
     }
 
     /// Lets the connection use what it has got. The shell's buffers grow as they would if the kernel ran the
-    /// connection: it goes on with them after a restore, and tells their sizes to the program. `wants`: receive memory,
-    /// send memory; `wanted` is how much of the latter.
+    /// connection: it goes on with them after a restore, and reports their sizes to the program. `wants`: receive
+    /// memory, send memory; `wanted` is how much of the latter.
     fn use_more(&mut self, image: &Image, old: Memory, new: Memory, wants: [bool; 2], wanted: u32) {
         let (Some(cid), Ok(fd)) = (self.connection.cid, self.connection.fd()) else { return };
         let limits = memory::Limits::of(fd, self.ground.known);

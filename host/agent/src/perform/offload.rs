@@ -401,7 +401,7 @@ fn add_kernels_count(connection: &mut Connection) {
     }
 }
 
-/// Whether the kernel may hold data of a socket's out of order. None if that cannot be told.
+/// Whether the kernel may hold data of a socket's out of order. None if that is unknown.
 fn needs_cover(fd: BorrowedFd<'_>) -> Option<bool> {
     let info = TcpInfo::read(fd).ok()?;
     // Nothing arrived out of order since the socket was (re)connected, or nothing that arrived could have been SACKed.

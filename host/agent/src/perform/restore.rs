@@ -222,11 +222,11 @@ impl Performer<'_> {
         self.connection.expect_fin(image.and_then(ReplayedFin::of));
     }
 
-    /// Waits until the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told
-    /// of the stream's end already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send
-    /// it again. If the kernel gets none in time (a rule of the firewall drops it), receiving is shut down: then the
-    /// program reads the end, too, though the socket's state is another one. The journal has its entry until then: the
-    /// next agent waits, too.
+    /// Waits until the kernel's socket has the FIN that was replayed to it, if one was. The stream's end may have
+    /// been reported to the program already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will
+    /// not send it again. If the kernel gets none in time (a rule of the firewall drops it), receiving is shut down:
+    /// then the program reads the end, too, though the socket's state is another one. The journal has its entry until
+    /// then: the next agent waits, too.
     pub(super) fn await_fin(&mut self) -> Outcome {
         let Some(&fin) = self.connection.fin() else { return Outcome::Done };
         let (now, is_called) = (monotonic_micros(), self.result.is_some());

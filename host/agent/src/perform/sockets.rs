@@ -59,7 +59,7 @@ impl Performer<'_> {
         }
     }
 
-    /// Linux's number of the socket's state. None if it cannot be told.
+    /// Linux's number of the socket's state. None if it is unknown.
     pub(super) fn state(&mut self) -> Option<u8> {
         match self.outsider() {
             None => TcpInfo::read(self.fd().ok()?).ok().map(|info| info.state),

@@ -89,7 +89,7 @@ impl Carrier {
         [Some(self.as_fd()), partner].into_iter().flatten()
     }
 
-    /// Tells the carrier that one of its sockets has become readable.
+    /// Notes that one of the carrier's sockets has become readable.
     pub fn look_at_all(&mut self) {
         if let Carrier::Udp(socket) = self {
             socket.look_at_all();

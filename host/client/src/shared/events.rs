@@ -600,13 +600,13 @@ mod tests {
         memory.word32(at::MOVES).store(1, Ordering::Release);
         assert_eq!(shared.enter(&connection, 1).map(|entered| entered.owner), Some(Owner::Nic));
         assert!(shared.send_at_once(&connection, 1, b"one"));
-        let told = [
+        let messages = [
             Message::new(Operation::OsRecv, cid, 0, 7),
             Message::control(Operation::OsControl, Control::Closed, cid, ETIMEDOUT, 0),
         ];
-        told.iter().for_each(|message| nic.push(message.to_words()).unwrap());
+        messages.iter().for_each(|message| nic.push(message.to_words()).unwrap());
         nic.publish();
-        set(block::ERROR, block::told(2));
+        set(block::ERROR, block::ended_on_nic(2));
         set(block::MOVES, 2);
         memory.word32(at::MOVED + 4).store(0, RELAXED);
         memory.word32(at::MOVES).store(2, Ordering::Release);
@@ -633,13 +633,13 @@ mod tests {
         set(block::CID, cid.0);
         set(block::MOVES, 1);
         memory.word32(at::MOVES).store(1, Ordering::Release);
-        let told = [
+        let messages = [
             Message::new(Operation::OsRecv, cid, 0, 7),
             Message::control(Operation::OsControl, Control::Closed, cid, ETIMEDOUT, 0),
         ];
-        told.iter().for_each(|message| nic.push(message.to_words()).unwrap());
+        messages.iter().for_each(|message| nic.push(message.to_words()).unwrap());
         nic.publish();
-        set(block::ERROR, block::told(2));
+        set(block::ERROR, block::ended_on_nic(2));
         shared.catch_up(1);
         assert_eq!((connection.received.load(RELAXED), connection.ended()), (7, Some(ETIMEDOUT)));
         set(block::MOVES, 2);

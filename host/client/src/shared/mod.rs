@@ -100,7 +100,7 @@ struct Lane {
     /// The doorbell that wakes the NIC. The first NIC's doorbell also wakes the program, for events of any NIC.
     bell: SessionBell,
     /// Index in the command ring up to which the NIC has to read before threads that found the ring full try again; 0
-    /// if all of them were told since. Set under the lock of the commands, cleared under that of the events.
+    /// if all of them were notified since. Set under the lock of the commands, cleared under that of the events.
     full_until: AtomicU64,
 }
 

@@ -23,8 +23,8 @@ pub(super) struct Opened {
 }
 
 /// Asks the agent at `path` for a session. The control connection's descriptor is passed through `renumber`. If the
-/// agent dies, the next one is asked over a new connection, whose descriptor gets the same number: the program cannot
-/// tell whether the next agent knows of the first request or the session.
+/// agent dies, the next one is asked over a new connection, whose descriptor gets the same number: the program does
+/// not know whether the next agent has the first request or the session.
 ///
 /// # Errors
 /// If no agent listens there; with the reason, if it refuses; `TimedOut` if the answer is not there after `limit`.

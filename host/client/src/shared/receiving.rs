@@ -1,4 +1,4 @@
-//! A program's receives, and when the NIC is told of them.
+//! A program's receives, and when they are reported to the NIC.
 
 use super::events::catch_up_here;
 use super::{RELAXED, Shared, bad_address, would_block};
@@ -76,7 +76,7 @@ impl Shared {
     }
 
     /// The slow part of [`Shared::receive_at_once`], if fewer bytes are known to have arrived than were asked for, they
-    /// wrap around, or the NIC has to be told. Leaves the connection.
+    /// wrap around, or have to be reported to the NIC. Leaves the connection.
     #[cold]
     #[inline(never)]
     fn receive_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
@@ -87,8 +87,8 @@ impl Shared {
         done
     }
 
-    /// Receives bytes that have all arrived, but may wrap around the end of receive memory, or after which the NIC has
-    /// to be told.
+    /// Receives bytes that have all arrived, but may wrap around the end of receive memory, or after which a report
+    /// to the NIC is due.
     #[inline(never)]
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
@@ -239,7 +239,7 @@ impl Shared {
     }
 }
 
-/// Whether the NIC should be told that the program has read up to `read`: a small part of the memory opens no window.
+/// Whether reads up to `read` should be reported to the NIC: a small part of the memory opens no window.
 /// After a move the next owner reads the position from the block.
 #[inline(always)]
 fn should_report(connection: &Connection, read: u32) -> bool {

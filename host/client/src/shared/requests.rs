@@ -153,7 +153,7 @@ impl Shared {
             if let Some(answered) = answered? {
                 self.silent_until.store(0, Ordering::Release);
                 if matches!(answered.0, Reply::Accepted { .. }) {
-                    // Tells later agents that this connection was received and need not be given again. Another
+                    // Shows later agents that this connection was received and need not be given again. Another
                     // thread's request can only come later.
                     self.memory.word32(at::GIVEN).store(0, Ordering::Release);
                 }

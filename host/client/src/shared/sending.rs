@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{Ordering, fence};
 
-/// Most bytes that are joined on the host before the NIC is told of them.
+/// Most bytes that are joined on the host before a command announces them to the NIC.
 const JOINED: u32 = 16 << 10;
 
 /// So many bytes, about a segment, Nagle's rule on the host does not keep back. If the connection's segments are
@@ -457,29 +457,29 @@ mod tests {
     /// A session with two NICs and a handshake for each message, and the numbers that its listener is called with.
     fn with_handshakes() -> (Shared, Arc<Region>, Arc<Mutex<Vec<u32>>>) {
         let memory = Arc::new(Region::private(at::HEAP + 16384).expect("memory"));
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let note = told.clone();
+        let notified = Arc::new(Mutex::new(Vec::new()));
+        let note = notified.clone();
         let listener = Listener(Box::new(move |number| note.lock().expect("numbers").push(number)));
         let (channel, _agent) = Channel::pair().expect("a channel");
         let bell = || SessionBell::pair().expect("a doorbell").0;
         let mut shared = Shared::new(0, Arc::new(channel), memory.clone(), bell(), vec![bell()], listener);
         shared.use_interface(Interface::Handshake, Nagle::Nic);
-        (shared, memory, told)
+        (shared, memory, notified)
     }
 
     /// An answer is for its connection, but for all if others were lost.
     #[test]
     fn answers_that_were_lost_are_made_up_for() {
-        let (shared, memory, told) = with_handshakes();
+        let (shared, memory, notified) = with_handshakes();
         let connections = [on_nic(&shared, 0), on_nic(&shared, 1)];
         let mut events = Producer::<RingWords>::new(memory.ring(at::EVENTS));
         for (whose, expected) in [(0, vec![0]), (baton_abi::OF_ALL, vec![0, 1])] {
-            told.lock().expect("numbers").clear();
+            notified.lock().expect("numbers").clear();
             let taken = Message::control(Operation::OsControl, Control::Taken, connections[0].cid(), whose, 0);
             events.push(taken.to_words()).expect("room");
             events.publish();
             shared.catch_up(1);
-            let mut numbers = told.lock().expect("numbers").clone();
+            let mut numbers = notified.lock().expect("numbers").clone();
             numbers.sort_unstable();
             numbers.dedup();
             assert_eq!(numbers, expected);
@@ -525,7 +525,7 @@ mod tests {
     /// its own will wake that connection. So it is reported ready, once, when the NIC has read the other connections'
     /// commands, even if those connections are gone by then.
     #[test]
-    fn who_finds_the_ring_full_is_told_when_it_is_not() {
+    fn who_finds_the_ring_full_is_notified_when_it_is_not() {
         let calls: [fn(&Shared, &Connection) -> io::Result<usize>; 3] = [
             |shared, connection| shared.send(connection, 1, b"b"),
             |shared, connection| shared.receive(connection, 1, &mut [0; 4096]),
@@ -533,8 +533,8 @@ mod tests {
         ];
         for (call, is_gone) in calls.into_iter().flat_map(|call| [(call, false), (call, true)]) {
             let memory = Arc::new(Region::private(at::HEAP + 16384).expect("memory"));
-            let told = Arc::new(Mutex::new(Vec::new()));
-            let note = told.clone();
+            let notified = Arc::new(Mutex::new(Vec::new()));
+            let note = notified.clone();
             let listener = Listener(Box::new(move |number| note.lock().expect("numbers").push(number)));
             let (channel, _agent) = Channel::pair().expect("a channel");
             let (bell, _other) = SessionBell::pair().expect("a doorbell");
@@ -550,14 +550,14 @@ mod tests {
             let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
             let mut events = Producer::<RingWords>::new(memory.ring(at::EVENTS));
             // Whether the NIC's event concerns the other connection.
-            let mut is_told = || {
-                told.lock().expect("numbers").clear();
+            let mut is_notified = || {
+                notified.lock().expect("numbers").clear();
                 let last = if is_gone { Cid::new(0, 9) } else { busy.cid() };
                 let taken = Message::control(Operation::OsControl, Control::Taken, last, 0, 0);
                 events.push(taken.to_words()).expect("room");
                 events.publish();
                 shared.catch_up(1);
-                let numbers = told.lock().expect("numbers");
+                let numbers = notified.lock().expect("numbers");
                 assert!(is_gone || numbers.contains(&0));
                 numbers.contains(&1)
             };
@@ -566,13 +566,13 @@ mod tests {
                 nic.release();
                 if nic.position().is_multiple_of(ANSWERED) {
                     let takes = shared.takes(&waiting, 1);
-                    assert_eq!(is_told(), takes, "{}", nic.position());
+                    assert_eq!(is_notified(), takes, "{}", nic.position());
                     if takes {
                         break;
                     }
                 }
             }
-            assert!(!is_told(), "once is enough");
+            assert!(!is_notified(), "once is enough");
             call(&shared, &waiting).expect("there is room");
         }
     }

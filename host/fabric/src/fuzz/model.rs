@@ -192,7 +192,7 @@ impl Model {
         assert_eq!(entry_flags & caps::MULTI_RECV != 0, given_back, "{at}: FI_MULTI_RECV of a failure");
     }
 
-    /// The message that a completion tells of. It is one for this operation that nothing has taken.
+    /// The message that a completion is for. It is one for this operation that nothing has taken.
     fn number(&self, at: usize, entry: &CqEntry) -> usize {
         let operation = &self.operations[at];
         let number = if operation.selector.tag.is_some() { entry.tag >> 8 } else { entry.data } as usize;

@@ -51,8 +51,8 @@ pub(super) struct Maps<'a> {
 pub(super) enum Place<'a> {
     /// At the device's ingress (tc): to the TAP with this index.
     Ingress { tap: u32 },
-    /// In the device's driver (XDP): to the only device in a map. `tag`: the function by which the driver tells of a
-    /// VLAN tag that it has taken out of the frame, if this kernel has it.
+    /// In the device's driver (XDP): to the only device in a map. `tag`: the function by which the driver reports
+    /// a VLAN tag that it has taken out of the frame, if this kernel has it.
     Driver { devices: BorrowedFd<'a>, tag: Option<u32> },
 }
 

@@ -195,8 +195,8 @@ impl World<'_> {
         }
     }
 
-    /// The program writes to the connections of NICs that have told it of acknowledged data, in their order, as long as
-    /// there is room.
+    /// The program writes to the connections of NICs that have reported acknowledged data to it, in their order, as
+    /// long as there is room.
     fn fill(&mut self) {
         while let Some(connection) = self.queue.front().copied() {
             let Some((nic, number)) = self.place(connection) else { return };

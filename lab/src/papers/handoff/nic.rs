@@ -70,7 +70,7 @@ struct Far {
     given: Option<u64>,
     /// Bytes written, of which the host does not know yet that they are acknowledged.
     pending: u32,
-    /// Bytes acknowledged, of which the NIC has not told the host.
+    /// Bytes acknowledged that the NIC has not reported to the host.
     unreported: u32,
 }
 

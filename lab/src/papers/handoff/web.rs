@@ -461,7 +461,7 @@ impl World {
             return;
         }
         let before = self.packets;
-        let mut news: BTreeMap<usize, (u32, u32, Events, bool)> = BTreeMap::new();
+        let mut changes: BTreeMap<usize, (u32, u32, Events, bool)> = BTreeMap::new();
         for _ in 0..n::ROUND {
             let Some(work) = self.nic.pop_front() else { break };
             let now = micros(self.now);
@@ -471,7 +471,7 @@ impl World {
                 NicWork::Segment(_, segment) => {
                     self.packets += 1;
                     let received = near.input(&segment, now);
-                    let entry = news.entry(at).or_insert((0, 0, Events::empty(), false));
+                    let entry = changes.entry(at).or_insert((0, 0, Events::empty(), false));
                     entry.0 += received.delivered;
                     entry.1 += received.acked;
                     entry.2 |= received.events;
@@ -491,7 +491,7 @@ impl World {
         self.busy[1] += nanos;
         let free = self.now + nanos as u64;
         self.flush(free);
-        for (at, (received, acknowledged, events, closed)) in news {
+        for (at, (received, acknowledged, events, closed)) in changes {
             let client = &mut self.clients[at];
             client.readable += received;
             client.pending = client.pending.saturating_sub(acknowledged);

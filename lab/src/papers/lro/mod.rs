@@ -1,5 +1,5 @@
 //! "Implementation of TCP large receive offload on a multi-core NPU platform" (Li, Chen, Su): Figure 13, and what
-//! sections V.B and V.C tell of the copy engine's stack and of active acknowledgements.
+//! sections V.B and V.C report of the copy engine's stack and of active acknowledgements.
 
 mod acknowledging;
 mod frames;

@@ -480,8 +480,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
 
-    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events whose
-    /// effect the agent has already written to the block from later ones.
+    /// Resumes a stopped connection in other memory and with another cid, so that the program can distinguish events
+    /// whose effect the agent has already written to the block from later ones.
     pub(super) fn resume(&mut self, cid: Cid, next: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         let [_, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);

@@ -161,8 +161,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the queued bytes of the connection in slot `index`, and tells the program meanwhile that the NIC is
-    /// sending.
+    /// Sends the queued bytes of the connection in slot `index`, and shows the program meanwhile that the
+    /// NIC is sending.
     fn send_gathered(&mut self, id: usize, index: u32, now: Instant) {
         let note = |worker: &Self, sending: u32| {
             if let Some(Some(session)) = worker.programs.sessions.get(id) {

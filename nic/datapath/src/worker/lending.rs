@@ -354,7 +354,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Lent { mut offloaded, commands, messages, .. } = *lent;
         match state.filter(|state| goes_on && state.image().flow == slot.flow()) {
             Some(state) => offloaded.go_on(&state, arrived, now),
-            // The connection has ended, and its program was told.
+            // The connection has ended, and its program has got that event.
             None => {
                 offloaded.tcp.abort();
                 offloaded.tcp.forget_reset();

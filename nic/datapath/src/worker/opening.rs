@@ -57,8 +57,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
-        // If the client has a connection by another device, the segment goes to the kernel, which can tell the two
-        // apart.
+        // If the client has a connection by another device, the segment goes to the kernel, which can
+        // distinguish the two.
         if self.connections.overlaps(&FlowKey::from(&parsed.flow.by(ANY_DEVICE))) {
             return false;
         }

@@ -534,7 +534,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         accepted
     }
 
-    /// Tells a program of received bytes. If its ring is full, they are pending.
+    /// Reports received bytes to a program. If its ring is full, they are pending.
     #[inline(always)]
     pub(super) fn announce(&mut self, unannounced: &Unannounced, now: Instant) {
         let Some(Some(session)) = self.programs.sessions.get_mut(unannounced.session as usize) else { return };
@@ -666,7 +666,7 @@ impl Session {
         has_sleeper(self.memory.word32(session::PROGRAM_SLEEPING))
     }
 
-    /// Tells the program of received bytes, if the ring has room.
+    /// Reports received bytes to the program, if the ring has room.
     #[inline(always)]
     fn announce(&mut self, unannounced: &Unannounced, counters: &Counters) -> Result<(), Full> {
         // One number, which is added at once; it cannot wrap, as there are at most as many bytes as receive memory has.

@@ -345,8 +345,8 @@ fn each_message_that_is_waited_for_is_answered() {
     assert_eq!(answered(&mut stage), [(0, 0), (2, 0), (0, 0)]);
 }
 
-/// A program does not read its events until there is no room for answers. When it has read them it is told soon that
-/// some were lost, though it sends nothing more, and once.
+/// A program does not read its events until there is no room for answers. When it has read them it soon gets the
+/// event that some were lost, though it sends nothing more, and once.
 #[test]
 fn an_answer_without_room_is_made_up_for() {
     let mut stage = with_two_connections();

@@ -365,7 +365,7 @@ fn the_path_mtu_follows_icmp() {
     assert!(!fragmented.is_empty() && fragmented.iter().all(may_be), "{fragmented:?}");
 }
 
-/// The kernel has learned the path MTU by another connection's segment, and the agent tells it: the smallest means here
+/// The kernel has learned the path MTU by another connection's segment, and the agent sends it: the smallest means here
 /// as well that routers may fragment segments, until the path has more again.
 #[test]
 fn the_path_mtu_follows_the_agent() {

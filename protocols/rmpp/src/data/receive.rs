@@ -281,7 +281,7 @@ impl Message {
     }
 
     /// The event that the policy has to get after a data packet, which was placed or had come before.
-    fn news(&mut self, asked: Asked, placed: bool) -> Option<Event> {
+    fn event_for_policy(&mut self, asked: Asked, placed: bool) -> Option<Event> {
         if self.base == self.packets {
             // This is repeated for a packet that comes again: the sender does not know yet that all packets have come.
             return placed.then_some(Event::Placed { handle: self.handle });
@@ -340,11 +340,11 @@ impl Data {
             let asks = header.flags.contains(PacketFlags::RSM) && header.grant == message.grant && !message.more_reported;
             let (handle, complete) = (message.handle, message.is_complete());
             let asked = if asks { self.answer_more(handle, &peer) } else { Asked::Nothing };
-            let news = self.receiving.find(handle).and_then(|message| message.news(asked, outcome.is_ok()));
+            let event = self.receiving.find(handle).and_then(|message| message.event_for_policy(asked, outcome.is_ok()));
             if complete {
                 self.leave_stream(handle);
             }
-            if let Some(event) = news {
+            if let Some(event) = event {
                 self.report(event)?;
             }
         }
@@ -436,8 +436,8 @@ impl Data {
         // The policy's time-outs depend on how far it is.
         let asked = if asked == Asked::Nothing { Asked::Answered } else { asked };
         let complete = message.is_complete();
-        let news = if placed || asked == Asked::Policy { message.news(asked, placed) } else { None };
-        self.events.extend(news);
+        let event = if placed || asked == Asked::Policy { message.event_for_policy(asked, placed) } else { None };
+        self.events.extend(event);
         if complete {
             self.leave_stream(handle);
         }
@@ -456,7 +456,7 @@ impl Data {
         }
     }
 
-    /// Handles that the policy clears a message of a stream anew, since it has heard of no progress. Returns whether
+    /// Handles that the policy clears a message of a stream anew, since no progress was reported to it. Returns whether
     /// nothing else is to be done: a stream repeats nothing, so data that is arriving just goes on, and a stream that
     /// brings nothing is ended.
     fn waits_for_stream(&mut self, handle: u32, first: u32) -> bool {

@@ -401,7 +401,7 @@ impl Policy {
         if let Some(command) = self.poll_replay() {
             return Some(command);
         }
-        if let Some(command) = self.poll_told() {
+        if let Some(command) = self.poll_informing() {
             return Some(command);
         }
         if let Some(command) = self.commands.pop() {

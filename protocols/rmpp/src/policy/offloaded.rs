@@ -7,7 +7,7 @@
 //! | Policy | the policy | the data half has confirmed it | the data half has room, and is asked to drop each RTS |
 //! | Asked | the policy, what was reported before the data half confirms | that | the confirmation |
 //! | Ready | nobody | the confirmation | all commands given so far are taken |
-//! | Telling | nobody | the list of what the data half must know is made | it is taken |
+//! | Informing | nobody | the list of what the data half must know is made | it is taken |
 //! | Data | the data half | that | the data half has no room, or the sides differ |
 //! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation |
 //!
@@ -37,7 +37,7 @@ enum Stage {
     Policy,
     Asked,
     Ready,
-    Telling,
+    Informing,
     Data,
     Leaving,
 }
@@ -48,7 +48,7 @@ pub(super) struct Offloaded {
     /// While leaving: the data half has confirmed it.
     confirmed: bool,
     /// The commands that a new data half must get before it matches.
-    told: VecDeque<Command>,
+    to_inform: VecDeque<Command>,
     /// Lent handles, and packets that it may clear by itself.
     places: usize,
     credit: u32,
@@ -62,9 +62,9 @@ impl Offloaded {
     /// The initial state: there are no receives or messages, so the data half needs to know none.
     pub fn new() -> Offloaded {
         Offloaded {
-            stage: Stage::Telling,
+            stage: Stage::Informing,
             confirmed: false,
-            told: VecDeque::new(),
+            to_inform: VecDeque::new(),
             places: 0,
             credit: 0,
             rests_until: Some(0),
@@ -89,7 +89,7 @@ impl Policy {
     pub fn let_data_match(&mut self, permitted: bool) {
         let Some(offloaded) = &mut self.offloaded else { return };
         offloaded.permitted = permitted;
-        if !permitted && matches!(offloaded.stage, Stage::Telling | Stage::Data) {
+        if !permitted && matches!(offloaded.stage, Stage::Informing | Stage::Data) {
             self.leave();
         }
     }
@@ -102,7 +102,7 @@ impl Policy {
     /// Passes a command on to a data half that matches, or will.
     fn pass_on(&mut self, command: Command) {
         match self.offloaded.as_mut() {
-            Some(offloaded) if offloaded.stage == Stage::Telling => offloaded.told.push_back(command),
+            Some(offloaded) if offloaded.stage == Stage::Informing => offloaded.to_inform.push_back(command),
             Some(offloaded) if offloaded.stage == Stage::Data => self.commands.push(command),
             _ => {}
         }
@@ -110,8 +110,9 @@ impl Policy {
 
     /// A receive was posted here, and waits.
     pub(super) fn note_post(&mut self, receive: u32, criteria: Criteria) {
-        let told = self.offloaded.as_ref().is_some_and(|offloaded| matches!(offloaded.stage, Stage::Telling | Stage::Data));
-        if told && !self.fits_data() {
+        let is_informed =
+            self.offloaded.as_ref().is_some_and(|offloaded| matches!(offloaded.stage, Stage::Informing | Stage::Data));
+        if is_informed && !self.fits_data() {
             self.leave();
         }
         let Some(Receive { region, .. }) = self.receives.get(receive).copied() else { return };
@@ -124,7 +125,7 @@ impl Policy {
         Command::Post { receive, source: source.map(|source| source as u16), context, tag, ignore, region }
     }
 
-    /// Tells the data half that an unexpected message has got a receive, was claimed, or has been given up.
+    /// Informs the data half that an unexpected message has got a receive, was claimed, or has been given up.
     pub(super) fn note_discard(&mut self, handle: u32) {
         self.pass_on(Command::Discard { handle });
     }
@@ -174,7 +175,7 @@ impl Policy {
     }
 
     /// Whether a data half may match, and has room for all that there is.
-    fn may_tell_data(&self) -> bool {
+    fn may_inform_data(&self) -> bool {
         self.fits_data() && self.offloaded.as_ref().is_some_and(|offloaded| offloaded.permitted)
     }
 
@@ -182,7 +183,7 @@ impl Policy {
     fn leave(&mut self) {
         let Some(offloaded) = &mut self.offloaded else { return };
         (offloaded.stage, offloaded.confirmed, offloaded.rests_until) = (Stage::Leaving, false, None);
-        offloaded.told.clear();
+        offloaded.to_inform.clear();
         self.commands.push(Command::SetMatcher { matcher: Matcher::Policy });
     }
 
@@ -255,29 +256,29 @@ impl Policy {
         }
         self.finish_cancelling();
         self.take_back();
-        if self.may_tell_data() {
-            self.begin_telling();
+        if self.may_inform_data() {
+            self.begin_informing();
         } else {
             self.commands.push(Command::SetMatcher { matcher: Matcher::Policy });
             self.set_stage(Stage::Policy);
         }
     }
 
-    /// Makes the list of commands that tell the data half what it must know. The commands given so far have been taken,
+    /// Makes the list of commands with what the data half must know. The commands given so far have been taken,
     /// or do not concern it.
-    fn begin_telling(&mut self) {
-        let mut told = VecDeque::with_capacity(self.matching.unexpected() + self.matching.posted());
+    fn begin_informing(&mut self) {
+        let mut to_inform = VecDeque::with_capacity(self.matching.unexpected() + self.matching.posted());
         for (Message { source, context, tag }, handle) in self.matching.unexpected_in_order() {
-            told.push_back(Command::Unexpected { handle, peer: source as u16, context, tag });
+            to_inform.push_back(Command::Unexpected { handle, peer: source as u16, context, tag });
         }
         for (criteria, receive) in self.matching.posted_in_order() {
             let region = self.receives.get(receive).map_or_else(Default::default, |entry| entry.region);
-            told.push_back(Self::post_command(receive, &criteria, region));
+            to_inform.push_back(Self::post_command(receive, &criteria, region));
         }
         self.defer_held();
         self.replay.peers = Some(0);
         if let Some(offloaded) = &mut self.offloaded {
-            (offloaded.stage, offloaded.told) = (Stage::Telling, told);
+            (offloaded.stage, offloaded.to_inform) = (Stage::Informing, to_inform);
         }
     }
 
@@ -299,17 +300,17 @@ impl Policy {
     }
 
     /// The next command that a data half needs before it matches.
-    pub(super) fn poll_told(&mut self) -> Option<Command> {
+    pub(super) fn poll_informing(&mut self) -> Option<Command> {
         if self.offloaded.as_ref()?.stage == Stage::Ready && self.commands.is_empty() {
-            if !self.may_tell_data() {
+            if !self.may_inform_data() {
                 self.leave();
                 return None;
             }
-            self.begin_telling();
-            return self.poll_replay().or_else(|| self.poll_told());
+            self.begin_informing();
+            return self.poll_replay().or_else(|| self.poll_informing());
         }
-        let offloaded = self.offloaded.as_mut().filter(|offloaded| offloaded.stage == Stage::Telling)?;
-        Some(offloaded.told.pop_front().unwrap_or_else(|| {
+        let offloaded = self.offloaded.as_mut().filter(|offloaded| offloaded.stage == Stage::Informing)?;
+        Some(offloaded.to_inform.pop_front().unwrap_or_else(|| {
             offloaded.stage = Stage::Data;
             Command::SetMatcher { matcher: Matcher::Data }
         }))

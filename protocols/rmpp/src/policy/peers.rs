@@ -226,7 +226,7 @@ impl Policy {
     /// Enters a peer, or finds it. Nothing is sent until there is a message for it.
     ///
     /// # Errors
-    /// If the table is full of peers that the program has opened, that have messages, or that were heard of lately.
+    /// If the table is full of peers that the program has opened, that have messages, or that have sent packets lately.
     pub fn open(&mut self, address: Endpoint, endpoint: u16) -> Result<PeerId, Limit> {
         if let Some(peer) = self.addresses.get(&(address, endpoint)) {
             self.peers[usize::from(*peer)].opened = true;
@@ -643,7 +643,7 @@ impl Policy {
 mod tests {
     use super::*;
 
-    /// The incarnation that a newcomer was told stays valid for a while, but not for a peer that has been forgotten
+    /// The incarnation that a newcomer was sent stays valid for a while, but not for a peer that has been forgotten
     /// since: that peer's packets belong to the association that has ended.
     #[test]
     fn an_earlier_incarnation_is_for_those_who_were_not_forgotten() {

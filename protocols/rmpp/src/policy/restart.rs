@@ -7,7 +7,7 @@ use crate::data::Halves;
 use crate::interface::{Command, Half};
 use baton_wire::rmpp::MAX_CLEARED;
 
-/// What a new data half has not been told yet: the next slot of each table; None when the table is done.
+/// What has not been sent to a new data half yet: the next slot of each table; None when the table is done.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Replay {
     pub(super) peers: Option<usize>,

@@ -259,7 +259,7 @@ impl End {
         }
     }
 
-    /// The program reads, and tells the connection of it now or later.
+    /// The program reads, and reports it to the connection now or later.
     pub fn program_reads(&mut self, most: u32, tells: bool) {
         let (readable, seq, mask) = (self.tcp.readable(), self.tcp.rcv_read(), self.memory.len() - 1);
         let end = readable.min(self.unreported + most);
@@ -307,7 +307,7 @@ impl End {
         self.tcp = Connection::from_image(&image, nic.as_ref(), self.memory.len() as u32, now);
         self.tcp.hold(ranges.into_iter(), fin);
         if by_kernel {
-            // It does not tell what it has seen.
+            // It does not show what it has seen.
             self.unproven = true;
         }
         self.check(now);

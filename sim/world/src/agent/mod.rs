@@ -339,7 +339,7 @@ impl Agent {
         }
         match unasked(&connection.standing(now), false) {
             Some(Unasked::Restore) => self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false })),
-            // Its program is about to be told that it is in the kernel.
+            // Its program is about to get the event that it is in the kernel.
             Some(Unasked::Offload) if connection.wish.is_some() => {}
             Some(Unasked::Offload) => match self.watch.decides.keeps_away(0, number.into(), now) {
                 Some(wait) => self.look_again(number, wait, now),

@@ -143,7 +143,7 @@ static inline void recover_reading(struct flow *flow)
     }
 }
 
-/* Nobody knows how much a call that was left has sent: the peer is told where the stream goes on. */
+/* How much a call that was left has sent is unknown: the peer is sent the place where the stream goes on. */
 static inline void recover_writing(struct flow *flow)
 {
     flow->at += flow->asked;

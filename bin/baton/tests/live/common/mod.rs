@@ -349,7 +349,7 @@ impl Scene {
     pub fn fill(&mut self, bytes: u64) {
         let goal = [self.sent[0] + bytes, self.sent[1] + bytes];
         let mut quiet = Instant::now();
-        // Waits: nothing tells that no more will fit. Who gives up early on a busy machine sends less.
+        // Waits: there is no event when no more will fit. Whoever gives up early on a busy machine sends less.
         while quiet.elapsed() < Duration::from_millis(300) && (self.sent[0] < goal[0] || self.sent[1] < goal[1]) {
             let first = if self.sent[0] < goal[0] { self.send(16384) } else { 0 };
             let second = if self.sent[1] < goal[1] { self.peer_sends(16384) } else { 0 };

@@ -499,7 +499,7 @@ pub const MEANT: &[Meant] = &[
             };
             // What Linux drops it does not compare with what it holds.
             let reports_more = nic.wire.sacked.split_first().is_some_and(|(_, rest)| *rest == kernel.wire.sacked);
-            // Of what it had before, and without SACK blocks, only the answer tells.
+            // Of what it had before, and without SACK blocks, only the answer shows it.
             let is_data = |played: Played<'_>| played.segment.length > 0 && played.is_plain();
             let of_answers = it.parts.iter().all(|part| ["answered", "sacked"].contains(part));
             let silent = !kernel.wire.answered && nic.wire.answered || kernel.wire.answered && reports_more;

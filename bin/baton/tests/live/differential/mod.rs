@@ -82,7 +82,7 @@ fn a_syn_is_answered_as_by_the_kernel() {
         Step::Read(100_000),
         Step::Write(2000),
         segment(0, Flags::ACK, 0),
-        // A gap, which SACK blocks tell of, and what fills it.
+        // A gap, which SACK blocks report, and what fills it.
         segment(100, data, 1000),
         segment(0, data, 100),
         segment(1000, Flags::ACK | Flags::FIN, 0),

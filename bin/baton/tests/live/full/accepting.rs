@@ -178,8 +178,8 @@ threading.Thread(target=fork, daemon=True).start()
     assert!(count(&bed, Counter::Made) > before, "the NIC makes none");
 }
 
-/// Waits by edges for clients at an address, and echoes the first bytes of each, once it has been told to begin. Says
-/// which process it is, where its listener is, and when it has found no client more.
+/// Waits by edges for clients at an address, and echoes the first bytes of each, once the test has sent it
+/// a line. Prints its process, its listener's number, and when it has found no other client.
 const BY_EDGES: &str = "
 import os, select, socket, sys
 listener = socket.create_server((sys.argv[1], 7000), backlog=20)
@@ -235,7 +235,8 @@ fn bytes_without_connections_hide_no_client(beside: bool) {
     assert_eq!(count(&bed, Counter::Made), made + 1);
 }
 
-/// Echoes what one client after the other sends. When it is told to, it passes its set on in a message.
+/// Echoes the bytes of each client in turn. When the test sends it a line, it sends its epoll set's descriptor in a
+/// message.
 const PASSES_SET_ON: &str = "
 import select, socket, sys
 listener = socket.create_server(('', 7000), backlog=20)

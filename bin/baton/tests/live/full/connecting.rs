@@ -403,7 +403,7 @@ fn what_a_control_group_refuses_fails_as_natively(beside: bool) {
     assert_eq!(count(&bed, Counter::Made), made + 2);
 }
 
-/// Connects, and sends when the test says so. Tells how it ends.
+/// Connects, and sends when the test sends it a line. Prints how the connection ends.
 const SILENCE: &str = "
 import errno, socket, sys
 one = socket.create_connection((sys.argv[1], 6000), 20)

@@ -37,7 +37,7 @@ impl Sender<'_> {
     fn send_after(&self, first: Option<&'static [u8]>, to: BorrowedFd<'_>, behind: usize) -> bool {
         let (memory, socket) = (Region::create("hostile", 4096).expect("memory"), lingering(self.peer));
         let (to, file) = (to.try_clone_to_owned().expect("a descriptor"), self.file);
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         // If whoever gets it is faster, this is the thread that closes the last one, and it stays there.
         std::thread::spawn(move || {
             let taken = {
@@ -48,10 +48,10 @@ impl Sender<'_> {
                 try_send_bytes(to.as_fd(), b"x", &descriptors).is_ok()
             };
             drop(to);
-            let _ = tell.send(taken);
+            let _ = sender.send(taken);
             drop(socket);
         });
-        told.recv().expect("a word")
+        receiver.recv().expect("a word")
     }
 
     /// More than there are in any message of Baton's, though not more than a message may have.

@@ -174,7 +174,7 @@ impl Model {
         let Some((region, start)) = access.place else { return };
         assert!(access.write || entry.len == access.length, "{at}: {} bytes were read, of {}", entry.len, access.length);
         if access.ended {
-            // The counters have told before, and other writes may have followed.
+            // The counters have reported it before, and other writes may have followed.
             return;
         }
         let found = if access.write { &self.regions[region].bytes[start..start + access.length] } else { &access.buffer[..] };

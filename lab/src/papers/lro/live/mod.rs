@@ -1,4 +1,4 @@
-//! What sections V.B and V.C tell, with the kernels of two hosts on this machine.
+//! What sections V.B and V.C report, with the kernels of two hosts on this machine.
 
 mod download;
 mod set_up;

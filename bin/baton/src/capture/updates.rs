@@ -1,4 +1,4 @@
-//! An agent's news of its connections while frames are captured: which connections there are, and their events.
+//! What an agent lists of its connections while frames are captured: which connections there are, and their events.
 
 use super::merge::{Flow, flow};
 use crate::list::events::Event;
@@ -17,8 +17,8 @@ const PERIOD: Duration = Duration::from_millis(50);
 /// Connections whose events are queried in turn at each look, besides connections that are new or have moved.
 const IN_TURN: usize = 128;
 
-/// What is new.
-pub enum News {
+/// What is new in the agent's lists.
+pub enum Update {
     /// The agent has this connection.
     Has(Flow),
     /// Something has happened to a connection, at that time in nanoseconds since 1970.
@@ -33,7 +33,7 @@ struct Known {
     moves: u32,
     flow: Flow,
     ends: String,
-    told: Vec<Dated>,
+    reported: Vec<Dated>,
 }
 
 /// An event, and between which microseconds of the monotonic clock it was.
@@ -44,7 +44,7 @@ struct Dated {
 }
 
 /// Those of `events` that are not among `known`: each of these counts for one with its text, whose times may be its
-/// own. `between` are the times between which the agent has told how long ago they were.
+/// own. `between` are the times of the request and of the answer that says how long ago they were.
 fn new_ones(known: &mut Vec<Dated>, events: &[Event], between: (u64, u64), numbers: bool) -> Vec<Dated> {
     let mut rest = std::mem::take(known);
     let mut new = Vec::new();
@@ -65,27 +65,27 @@ fn new_ones(known: &mut Vec<Dated>, events: &[Event], between: (u64, u64), numbe
 
 /// Looks at the connections of the agent at a path again and again, until nobody wants to know any more, or a last look
 /// is asked for.
-pub fn watch(socket: PathBuf) -> std::io::Result<(Receiver<News>, Sender<()>)> {
+pub fn watch(socket: PathBuf) -> std::io::Result<(Receiver<Update>, Sender<()>)> {
     let (sender, receiver) = sync_channel(4096);
     let (ask, asked) = channel();
     // Not in the thread, which may begin late on a busy machine: what happens from now on counts.
     let began = monotonic_micros();
-    std::thread::Builder::new().name("baton news".into()).spawn(move || {
+    std::thread::Builder::new().name("baton updates".into()).spawn(move || {
         let mut watcher = Watcher { known: HashMap::new(), turn: 0, began, numbers: false };
         let (mut tool, mut last) = (None, false);
         loop {
             let connected = tool.take().map_or_else(|| Tool::look(&socket, None), Ok);
             // An agent that has ended has a successor soon; if not, the capturing thread notices that.
             if let Ok(mut connected) = connected
-                && let Ok(news) = watcher.look(&mut connected)
+                && let Ok(updates) = watcher.look(&mut connected)
             {
                 tool = Some(connected);
-                if !deliver(&sender, news) {
+                if !deliver(&sender, updates) {
                     return;
                 }
             }
             if last {
-                deliver(&sender, vec![News::Last]);
+                deliver(&sender, vec![Update::Last]);
                 return;
             }
             match asked.recv_timeout(PERIOD) {
@@ -98,8 +98,8 @@ pub fn watch(socket: PathBuf) -> std::io::Result<(Receiver<News>, Sender<()>)> {
     Ok((receiver, ask))
 }
 
-fn deliver(sender: &SyncSender<News>, news: Vec<News>) -> bool {
-    news.into_iter().all(|one| sender.send(one).is_ok())
+fn deliver(sender: &SyncSender<Update>, updates: Vec<Update>) -> bool {
+    updates.into_iter().all(|one| sender.send(one).is_ok())
 }
 
 struct Watcher {
@@ -116,10 +116,10 @@ fn flow_of(info: &ConnectionInfo) -> Option<Flow> {
 }
 
 impl Watcher {
-    fn look(&mut self, tool: &mut Tool) -> anyhow::Result<Vec<News>> {
+    fn look(&mut self, tool: &mut Tool) -> anyhow::Result<Vec<Update>> {
         tool.begin_round();
         let loads = tool.traffic()?;
-        let mut news = Vec::new();
+        let mut updates = Vec::new();
         let (mut unknown, mut changed) = (Vec::new(), Vec::new());
         for load in &loads {
             let key = (load.session, load.connection);
@@ -137,9 +137,9 @@ impl Watcher {
             let key = (info.session, info.connection);
             let found = unknown.iter().find(|(unknown, ..)| *unknown == key);
             let (Some(flow), Some(&(_, serial, moves))) = (flow_of(&info), found) else { continue };
-            news.push(News::Has(flow));
+            updates.push(Update::Has(flow));
             let ends = format!("{} - {}", info.local, info.peer);
-            self.known.insert(key, Known { serial, moves, flow, ends, told: Vec::new() });
+            self.known.insert(key, Known { serial, moves, flow, ends, reported: Vec::new() });
             changed.push(key);
         }
         // One that has ended is of no interest any more.
@@ -151,18 +151,18 @@ impl Watcher {
         let in_turn: Vec<_> = in_turn.filter(|key| !changed.contains(key)).collect();
         changed.extend(in_turn);
         let asked = monotonic_micros();
-        let told = tool.events(&changed)?;
+        let lists = tool.events(&changed)?;
         let (answered, realtime) = (monotonic_micros(), realtime_nanos());
-        for (key, events) in Event::by_connection(&told) {
+        for (key, events) in Event::by_connection(&lists) {
             let Some(known) = self.known.get_mut(&key) else { continue };
-            for Dated { text, between } in new_ones(&mut known.told, &events, (asked, answered), self.numbers) {
+            for Dated { text, between } in new_ones(&mut known.reported, &events, (asked, answered), self.numbers) {
                 // Earlier events belong to no packet that is captured.
                 if between.1 >= self.began {
                     let at = realtime.saturating_sub((answered - between.0.min(answered)) * 1000);
-                    news.push(News::Happened(known.flow, at, format!("{}: {text}", known.ends)));
+                    updates.push(Update::Happened(known.flow, at, format!("{}: {text}", known.ends)));
                 }
             }
         }
-        Ok(news)
+        Ok(updates)
     }
 }
