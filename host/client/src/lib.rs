@@ -32,7 +32,7 @@ pub use inherited::Child;
 pub use kernel_hold::{KernelHold, is_in_kernel};
 pub use session::{ConnectionId, Session};
 pub use shared::{
-    DESCRIPTORS, LIMIT, Listener, Received, Shared, catch_up_for_others, give_back_each, limits_queue, note_hot_from,
+    DESCRIPTORS, LIMIT, Listener, PORT_LIMIT, Received, Shared, catch_up_for_others, give_back_each, limits_queue, note_hot_from,
 };
 
 /// The agent's socket, unless BATON_SOCKET names another.

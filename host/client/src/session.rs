@@ -149,7 +149,7 @@ impl Session {
         let id = connection.number();
         self.table.clear(self.shared.memory(), id);
         if let Err(error) = self.poller.add(fd.as_fd(), u64::from(id), Trigger::Edge) {
-            let _ = self.shared.forget(&connection, false);
+            let _ = self.shared.forget(&connection, Duration::ZERO);
             return Err((error, fd));
         }
         if self.connections.len() <= id as usize {
@@ -191,7 +191,7 @@ impl Session {
     pub fn release(&mut self, id: ConnectionId) -> io::Result<OwnedFd> {
         let adopted = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
         self.posts.remove(&id);
-        let released = self.shared.forget(&adopted.connection, false);
+        let released = self.shared.forget(&adopted.connection, Duration::ZERO);
         let sends = self.sends.remove(&id).filter(Sends::any);
         self.kept.extend(sends.map(|sends| (adopted.connection.clone(), sends)));
         // The NIC no longer reads the buffers of connections that have left it.

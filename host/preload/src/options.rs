@@ -238,12 +238,9 @@ pub(crate) fn unread(tcp: &'static Tcp, fd: c_int) -> Option<c_int> {
     (done == 0).then_some(count)
 }
 
-/// As [`unread`], but only what is in the kernel's socket.
-pub(crate) fn unread_in_kernel(fd: c_int) -> Option<c_int> {
-    let mut count: c_int = 0;
-    // SAFETY: `count` is live and has room for the int that FIONREAD returns.
-    let done = unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut count).cast()) };
-    (done == 0).then_some(count)
+/// Whether the kernel has the socket's connection: one on the NIC leaves a shell in repair mode.
+pub(crate) fn is_kernels(fd: c_int) -> bool {
+    kernels(fd, libc::IPPROTO_TCP, libc::TCP_REPAIR) == Some(0)
 }
 
 /// shutdown(2).

@@ -98,6 +98,8 @@ pub(crate) struct Tcp {
     /// The NIC was asked to open the connection, and no connect(2) has returned success yet. Once it is established the
     /// next connect(2) succeeds, as in Linux (SS_CONNECTING).
     pub connecting: AtomicBool,
+    /// The program has chosen its port, which is free for another socket when this one is closed.
+    pub bound: AtomicBool,
     plan: AtomicU64,
     /// Bytes per second that the connection has to carry to be on the NIC; 0 if its traffic does not matter.
     hot_from: AtomicU32,
@@ -418,7 +420,7 @@ impl Tcp {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
             // A socket that is closed now leaves its port to the next one at once.
-            let _ = session.shared.forget(connection, true);
+            let _ = session.shared.forget(connection, baton_client::PORT_LIMIT);
             self.connecting.store(false, RELAXED);
             self.put_into(State::Candidate);
             self.rearm();

@@ -80,9 +80,37 @@ static int in_a_set(int moved)
     return 0;
 }
 
+/* A socket has a port of its own. When its peer has closed, and then it closes, the port is free for the next one at once. */
+static int own_port(int moved)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}, own = at;
+    socklen_t length = sizeof at;
+    int listener = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(listener, (struct sockaddr *)&at, length) == 0 && listen(listener, 16) == 0);
+    CHECK(getsockname(listener, (struct sockaddr *)&at, &length) == 0);
+    int free_port = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(free_port, (struct sockaddr *)&own, length) == 0);
+    CHECK(getsockname(free_port, (struct sockaddr *)&own, &length) == 0 && close(free_port) == 0);
+    for (int round = 0; round < 300; round++) {
+        struct pair ends = {-1, socket(AF_INET, SOCK_STREAM, 0)};
+        CHECK(bind(ends.client, (struct sockaddr *)&own, length) == 0);
+        CHECK(connect(ends.client, (struct sockaddr *)&at, length) == 0);
+        CHECK((ends.server = accept(listener, NULL, NULL)) >= 0);
+        exchange(ends.client, ends.server, "there");
+        exchange(ends.server, ends.client, "back");
+        if (moved)
+            until_on_nic(ends.client);
+        CHECK(close(ends.server) == 0);
+        CHECK(read(ends.client, &(char){0}, 1) == 0 && close(ends.client) == 0);
+    }
+    return 0;
+}
+
 int main(int count, char **arguments)
 {
     alarm(STANDS_STILL);
+    if (count >= 2 && strcmp(arguments[1], "own port") == 0)
+        return own_port(count > 2);
     if (count >= 2 && strcmp(arguments[1], "in a set") == 0)
         return in_a_set(count > 2);
     if (count >= 2 && strcmp(arguments[1], "beside") == 0)

@@ -49,7 +49,7 @@ fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     let peers: Vec<TcpStream> = pairs.into_iter().map(|(_, peer)| peer).collect();
     // Its control connection hangs up: for agent and keeper it has died.
     drop(shared);
-    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
+    in_time("another program's close", move || other.forget(&connection, Duration::ZERO)).expect("forgotten");
     wait_until("their connections' end", || listed(&bed) == 0);
     assert!(threads(agent(&bed)) < 20, "{} threads", threads(agent(&bed)));
     in_time("the end of their connections", move || {
@@ -83,7 +83,7 @@ fn files_that_do_not_close_hold_up_nobody() {
         assert!(threads(before) < 20, "{} threads", threads(before));
     }
     // Here it is of the same user, which has been turned away; it is not held up.
-    let _ = in_time("another program's close", move || other.forget(&connection, false));
+    let _ = in_time("another program's close", move || other.forget(&connection, Duration::ZERO));
     // The server answers at last: what waits for it goes on.
     drop(file);
     wait_until("a list", || bed.tool().and_then(|mut tool| tool.connections()).is_ok());
@@ -100,7 +100,7 @@ fn files_in_place_of_sockets_are_their_users() {
     let before = agent(&bed);
     let mut hostile = Hostile::start_with(&bed.host_a, &bed.socket(), "", ("files for sockets", 100), Some(file));
     hostile.await_attack();
-    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
+    in_time("another program's close", move || other.forget(&connection, Duration::ZERO)).expect("forgotten");
     assert_eq!((agent(&bed), listed(&bed)), (before, 0));
 }
 
@@ -215,7 +215,7 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
     let channel = Channel::connect(&bed.socket()).expect("the agent");
     channel.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
     in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
-    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
+    in_time("another program's close", move || other.forget(&connection, Duration::ZERO)).expect("forgotten");
     assert_eq!(listed(&bed), 0);
 }
 

@@ -148,6 +148,12 @@ fn a_connected_socket_is_not_connected_again() {
     as_natively("connected", &["beside"]);
 }
 
+/// The port of a bound socket is free when the socket is closed, though Baton has had descriptors of it.
+#[test]
+fn a_closed_socket_leaves_its_port_to_the_next() {
+    as_natively_while_moving("connected", &["own port"]);
+}
+
 /// A socket that is in a set, edge-triggered, and has been reported there before it is connected: there is an edge when
 /// the connection is open, and one when it ends.
 #[test]

@@ -81,7 +81,7 @@ fn opening_a_session_at_a_stopped_nic_holds_up_no_other() {
     for _ in 0..20 {
         assert_eq!(listed(&bed), 1);
     }
-    in_time("a close", move || other.forget(&connection, false)).expect("forgotten");
+    in_time("a close", move || other.forget(&connection, Duration::ZERO)).expect("forgotten");
     drop(nic);
     match opens.recv_timeout(LIMIT).expect("an answer") {
         Ok(()) => {}
@@ -168,7 +168,9 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     let (late, _peer) = connect(&bed, false, 8001);
     let agent = hold_agent(&bed);
     let (closing, closed) = (shared.clone(), registered.len());
-    in_time("closes", move || registered.iter().for_each(|connection| closing.forget(connection, false).expect("forgotten")));
+    in_time("closes", move || {
+        registered.iter().for_each(|connection| closing.forget(connection, Duration::ZERO).expect("forgotten"))
+    });
     let (registering, taken) = (shared.clone(), late.try_clone().expect("a descriptor"));
     let refused = in_time("a registration", move || registering.register(taken.as_fd(), false).map(drop)).expect_err("no answer");
     assert_eq!(refused.kind(), std::io::ErrorKind::TimedOut);
@@ -188,7 +190,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     };
     let last = shared.clone();
     // The agent has each request before this one.
-    in_time("what was asked for", move || last.forget(&again, false)).expect("forgotten");
+    in_time("what was asked for", move || last.forget(&again, Duration::ZERO)).expect("forgotten");
     // One is left, and nothing of what was withdrawn.
     wait_until(&format!("one is left of {closed} closed ones"), || listed(&bed) == 1);
 }
@@ -240,7 +242,7 @@ fn what_is_closed_while_an_agent_is_held_is_closed_by_the_next() {
     let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
     let held = hold_agent(&bed);
     let of = shared.clone();
-    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, false).expect("forgotten")));
+    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, Duration::ZERO).expect("forgotten")));
     drop(servers);
     baton_linux::process::signal(agent, libc::SIGKILL).expect("a signal");
     drop(held);
@@ -548,4 +550,39 @@ fn a_programs_calls_do_without_an_agent_that_is_held() {
     // Waits: 0.8 s for the agent, the first time; a second is promised, and the machine may be busy.
     assert!(all(&here) < all(&native) + 3_000, "{here:?}, natively {native:?}");
     wait_until("nothing is left", || listed(&bed) == 0);
+}
+
+/// Closes a connection when the test sends it a line.
+const CLOSES: &str = "
+import socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'y')
+assert one.recv(1) == b'y'
+print('ready', flush=True)
+sys.stdin.readline()
+one.close()
+print('closed', flush=True)
+sys.stdin.readline()
+";
+
+/// The keeper has descriptors of all connections, and is stopped: a connection that its program closes ends for its
+/// peer nevertheless.
+#[test]
+fn a_stopped_keeper_holds_up_no_end_of_a_connection() {
+    const SIGSTOP: i32 = 19;
+    const SIGCONT: i32 = 18;
+    let bed = hosts(TestbedSettings::default());
+    let ((mut program, mut lines), [mut peer]) = start_with_peers::<1>(&bed, CLOSES, &[]);
+    let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
+    let keeper = process::parent(agent).expect("a keeper");
+    process::signal(keeper, SIGSTOP).expect("a signal");
+    program.stdin.as_mut().expect("its input").write_all(b"\n").expect("a line");
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("a line");
+    peer.set_read_timeout(Some(LIMIT)).expect("a time-out");
+    let end = peer.read(&mut [0]);
+    process::signal(keeper, SIGCONT).expect("a signal");
+    assert_eq!((line.as_str(), end.expect("the end")), ("closed\n", 0));
+    drop(program.stdin.take());
+    assert!(in_time("its end", move || program.wait()).expect("its end").success());
 }

@@ -48,7 +48,7 @@ impl Program {
 fn time_of_a_close(bed: &Testbed, port: u16) -> Duration {
     let program = Program::start(bed, port);
     let begun = Instant::now();
-    program.shared.forget(&program.connection, false).expect("forgotten");
+    program.shared.forget(&program.connection, Duration::ZERO).expect("forgotten");
     begun.elapsed()
 }
 
@@ -125,7 +125,7 @@ fn a_close_ends_the_connection_when_all_have_left_it() {
     for (port, leaves) in [(8000, true), (8001, false)] {
         let program = Program::start(&bed, port);
         program.is_inside(true);
-        program.shared.forget(&program.connection, false).expect("forgotten");
+        program.shared.forget(&program.connection, Duration::ZERO).expect("forgotten");
         assert_eq!(listed(), 1, "a thread is inside");
         if leaves {
             program.is_inside(false);
@@ -187,7 +187,7 @@ fn a_nic_that_is_stopped_delays_only_what_needs_it() {
         for (server, _) in &later {
             let connection = other.register(server.as_fd(), false).expect("a registration");
             assert_eq!(bed.tool().expect("a tool").connections().expect("a list").len(), 6);
-            other.forget(&connection, false).expect("forgotten");
+            other.forget(&connection, Duration::ZERO).expect("forgotten");
         }
         assert!(moves.iter().all(|waits| !waits.is_finished()), "a move has not waited for the NIC");
         drop(debugger);

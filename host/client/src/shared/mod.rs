@@ -34,7 +34,7 @@ pub use events::catch_up_for_others;
 pub(crate) use events::{Changes, Events};
 pub use receiving::Received;
 use requests::protocol_error;
-pub use requests::{LIMIT, give_back_each, note_hot_from};
+pub use requests::{LIMIT, PORT_LIMIT, give_back_each, note_hot_from};
 pub use sending::limits_queue;
 pub(crate) use sending::{send_from, takes_buffers};
 

@@ -24,6 +24,9 @@ use std::time::Duration;
 /// without Baton continue without the agent.
 pub const LIMIT: Duration = Duration::from_millis(800);
 
+/// Time that a close waits for its local port to be free. It may pass in vain: to close on the NIC takes a round trip.
+pub const PORT_LIMIT: Duration = Duration::from_millis(50);
+
 /// Linux's error number for too many open files.
 const EMFILE: i32 = 24;
 
@@ -472,15 +475,13 @@ impl Shared {
     /// Makes the agent forget a connection, which is then in the kernel, with no descriptor outside of the program. An
     /// agent that does not answer forgets it later, and has its descriptor until then.
     ///
-    /// `alone`: the socket's last close(2) has to be the program's, since it waits, or resets the connection
-    /// (SO_LINGER), or leaves the local port to the next socket. Then this returns when agent and keeper have closed
-    /// their descriptors of it, and after [`LIMIT`] in any case.
+    /// `within`: how long to wait for agent and keeper to close theirs, if the program's close(2) is to be the last one
+    /// (not at the limit of descriptors); else zero. After [`LIMIT`] in vain the agent counts as silent.
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
-    pub fn forget(&self, connection: &Connection, alone: bool) -> io::Result<()> {
-        // Without them at the limit of descriptors.
-        let (ours, theirs) = alone.then(Channel::pair).and_then(Result::ok).unzip();
+    pub fn forget(&self, connection: &Connection, within: Duration) -> io::Result<()> {
+        let (ours, theirs) = (!within.is_zero()).then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
         let moves = connection.begin_leaving();
@@ -505,8 +506,8 @@ impl Shared {
             let _undisturbed = Undisturbed::begin();
             // Waits for the end of the connection; no message comes. After a time-out the agent counts as silent, so
             // that a program that closes many connections does not wait each time for a keeper that is stopped.
-            let ended = ours.receive_message_within::<()>(LIMIT);
-            if ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+            let ended = ours.receive_message_within::<()>(within);
+            if within >= LIMIT && ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
                 self.note_silence();
             }
         }

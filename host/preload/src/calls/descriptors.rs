@@ -256,7 +256,15 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn bind(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    undisturbed(fd, || unsafe { real::bind(fd, address, length) })
+    let done = undisturbed(fd, || unsafe { real::bind(fd, address, length) });
+    if done == 0
+        && let Some(tcp) = table::tcp(fd)
+    {
+        // The port follows the family, of IPv4 and IPv6.
+        let port = faults::read(address.cast::<u16>().wrapping_add(1));
+        tcp.bound.store(port.is_some_and(|port| port != 0), Ordering::Relaxed);
+    }
+    done
 }
 
 /// Intercepts the C library's `listen`: a listening socket is no connection, and never will be.

@@ -16,6 +16,7 @@ use libc::c_int;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// How many sockets of the pool are tried before a new object is made.
 const MOST_LATE: usize = 8;
@@ -44,6 +45,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             stuck: AtomicU32::new(0),
             rearms: AtomicU32::new(0),
             connecting: AtomicBool::new(false),
+            bound: AtomicBool::new(false),
             plan: AtomicU64::new(UNPLANNED),
             hot_from: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
@@ -79,6 +81,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
     tcp.connecting.store(false, RELAXED);
+    tcp.bound.store(false, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);
     tcp.bytes.store(0, RELAXED);
     tcp.requests.store(0, RELAXED);
@@ -298,7 +301,7 @@ impl Tcp {
     /// Unregisters the connection, which is in the kernel, so that the agent closes its copy of the descriptor.
     pub fn end_care(&self) {
         if let Some((connection, session)) = self.managed() {
-            let _ = session.shared.forget(connection, false);
+            let _ = session.shared.forget(connection, Duration::ZERO);
         }
     }
 
@@ -383,14 +386,22 @@ impl Tcp {
             session.note_socket(connection.number(), None);
             let lingers = options::kernels(fd, libc::SOL_SOCKET, libc::SO_LINGER).is_some_and(|on| on != 0);
             let sends_fin = closes && !lingers && self.is_this_processes_alone() && options::unread(self, fd) == Some(0);
-            // The next socket can have the local port of one whose connection was never opened.
-            let _ = session.shared.forget(connection, lingers || connection.was_not_opened());
-            if sends_fin && options::unread_in_kernel(fd).is_some_and(|unread| unread > 0) {
-                // These bytes have come since the program called close. Without Baton the FIN would have left before
-                // them: the peer would read the end of the stream, and be reset for what it sent later. The kernel's
-                // close sends no FIN if bytes are unread, so it is sent here.
+            // The next socket can have the local port of one that was bound, or whose connection was never opened.
+            let leaves_port = self.bound.load(RELAXED) || connection.was_not_opened();
+            let within = match (lingers, leaves_port) {
+                (true, _) => baton_client::LIMIT,
+                (false, true) => baton_client::PORT_LIMIT,
+                (false, false) => Duration::ZERO,
+            };
+            let _ = session.shared.forget(connection, within);
+            if sends_fin && options::is_kernels(fd) {
+                // The FIN leaves now. The kernel's close sends it only when agent and keeper have closed their
+                // descriptors, too, which may be late; and not at all if bytes have come since the program called
+                // close, before which the FIN would have left without Baton.
+                let errno = thread::errno();
                 // SAFETY: no pointers are involved; the program closes the descriptor only after this.
                 unsafe { real::shutdown(fd, libc::SHUT_WR) };
+                thread::set_errno(errno);
             }
         }
         self.worth.end();

@@ -121,6 +121,6 @@ impl Made {
 
     /// Closes it.
     pub fn close(self) {
-        self.shared.forget(&self.connection, false).expect("close");
+        self.shared.forget(&self.connection, std::time::Duration::ZERO).expect("close");
     }
 }
