@@ -48,8 +48,16 @@ pub(crate) fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
 /// What a socket says that is to be connected.
 struct Unconnected {
     bound: SocketAddr,
-    /// Times that its SYN is repeated (TCP_SYNCNT).
+    patience: Patience,
+}
+
+/// How long a handshake is tried.
+#[derive(Clone, Copy)]
+struct Patience {
+    /// Times that the SYN is repeated (TCP_SYNCNT).
     retries: u32,
+    /// TCP_USER_TIMEOUT in milliseconds, 0 for none.
+    user_timeout: u32,
 }
 
 impl Unconnected {
@@ -57,7 +65,8 @@ impl Unconnected {
         listening::check_unconnected(fd)?;
         let bound = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
         let retries = socket::syn_retries(fd).map_err(|error| system("TCP_SYNCNT", &error))?;
-        Ok(Unconnected { bound, retries })
+        let user_timeout = socket::user_timeout(fd).map_err(|error| system("TCP_USER_TIMEOUT", &error))?;
+        Ok(Unconnected { bound, patience: Patience { retries, user_timeout } })
     }
 }
 
@@ -67,7 +76,7 @@ struct Plan {
     local: SocketAddr,
     peer: SocketAddr,
     way: Way,
-    retries: u32,
+    patience: Patience,
 }
 
 fn answer(begun: Result<u32, Refusal>) -> Reply {
@@ -110,7 +119,7 @@ impl Agent {
         session: u32,
         fd: Foreign,
         peer: SocketAddr,
-        Unconnected { bound, retries }: Unconnected,
+        Unconnected { bound, patience }: Unconnected,
     ) -> Result<(Foreign, Plan), Refusal> {
         self.can_open()?;
         if bound.port() != 0 && bound.ip().is_unspecified() {
@@ -124,7 +133,7 @@ impl Agent {
         self.cgroups.let_go(connection.cgroup.as_ref(), peer)?;
         let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
         let fd = connection.fd.take().ok_or(Refusal::Elsewhere)?;
-        Ok((fd, Plan { local, peer, way, retries }))
+        Ok((fd, Plan { local, peer, way, patience }))
     }
 
     /// From here on the port is this connection's.
@@ -140,7 +149,7 @@ impl Agent {
     }
 
     fn begin_connecting(&mut self, session: u32, fd: Foreign, plan: Plan) -> Result<u32, Refusal> {
-        let Plan { local, peer, way, retries } = plan;
+        let Plan { local, peer, way, patience } = plan;
         forget_earlier(self, session, fd.as_fd());
         let mut connection = self.new_connection(session, fd, local, peer)?;
         // First: nothing fails any more once the NIC has the command to connect.
@@ -159,7 +168,8 @@ impl Agent {
         }
         connection.cid = Some(cid);
         connection.opening = true;
-        let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
+        let Patience { retries, user_timeout } = patience;
+        let image = Image { link: way.link, mtu: way.mtu, user_timeout, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
         let command = Message::control(Operation::NicControl, Control::Connect, cid, retries, 0);
         let begun = self.nics[nic].post_within(command);

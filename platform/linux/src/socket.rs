@@ -478,6 +478,14 @@ pub fn syn_retries(fd: BorrowedFd<'_>) -> io::Result<u32> {
     get(fd, libc::IPPROTO_TCP, libc::TCP_SYNCNT).map(|retries| retries as u32)
 }
 
+/// Milliseconds after which a connection ends whose segments are not acknowledged (TCP_USER_TIMEOUT), 0 for none.
+///
+/// # Errors
+/// The failed system call's.
+pub fn user_timeout(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    get(fd, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT).map(|millis| millis as u32)
+}
+
 /// Whether close(2) does more than send a FIN: it waits, or resets the connection (SO_LINGER).
 ///
 /// # Errors

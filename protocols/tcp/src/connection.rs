@@ -181,6 +181,9 @@ pub(crate) struct Receive {
     pub last_at: Instant,
     /// Bytes received since the last acknowledgement went out.
     pub unacked: u32,
+    /// Sequence number behind the last segment that ended a write of the peer's and was not acknowledged at once. One
+    /// is not acknowledged yet if this is beyond `last_ack`.
+    pub pushed: u32,
 }
 
 impl Receive {
@@ -571,9 +574,11 @@ impl Connection {
         self.held = held;
     }
 
-    /// Acknowledges every segment at once, or as where the program answers (both as by Linux's TCP_QUICKACK).
+    /// Acknowledges every segment at once, or as where the program answers (both as by Linux's TCP_QUICKACK): the next
+    /// one may wait for the answer, whatever came before.
     pub fn set_quick_ack(&mut self, always: bool) {
         self.receive.quick_acks = if always { ALWAYS } else { INTERACTIVE };
+        self.receive.pushed = self.receive.last_ack;
     }
 
     /// Sets TCP_USER_TIMEOUT in milliseconds, 0 for none.

@@ -507,15 +507,21 @@ impl Connection {
     /// segment until the last one is acknowledged.
     ///
     /// A partial segment that ends a write (PSH) may wait for the program's answer, but not if the program does not
-    /// answer (as in Linux, tcp_cleanup_rbuf, but there the program has to read first). A segment that ends no write
-    /// has more behind it, which waits if a partial one came before (in Linux anything beyond a full segment counts).
-    /// If the peer has not sent that at once, it did not wait for an answer.
+    /// answer, nor a second one of them (as in Linux, tcp_cleanup_rbuf, but there the program has to read first). A
+    /// segment that ends no write has more behind it, which waits if a partial one came before (in Linux anything
+    /// beyond a full segment counts). If the peer has not sent that at once, it did not wait for an answer.
     ///
     /// Kept apart so that none of this is computed where it is not needed.
     #[inline(never)]
     fn delay_ack(&mut self, length: u32, pushed: bool, now: Instant) {
         let (r, ack_at) = (&mut self.receive, &mut self.timers.ack_at);
-        let awaited = if pushed { r.quick_acks == ONE_WAY && length != self.send.mss } else { r.unacked > self.send.mss };
+        let awaited = match pushed {
+            true => before(r.last_ack, r.pushed) || r.quick_acks == ONE_WAY && length != self.send.mss,
+            false => r.unacked > self.send.mss,
+        };
+        if pushed {
+            r.pushed = r.nxt;
+        }
         if awaited {
             self.due |= Due::ACK;
             if *ack_at < now.after(DELAYED_ACK - AT_ONCE) && self.reassembly.is_empty() {
@@ -719,6 +725,18 @@ mod tests {
             !pair.all_came()
         });
         assert!(waited.count() < (MSS / 100 + 2) as usize);
+    }
+
+    /// A peer with TCP_NODELAY may have only so many segments on their way, however small they are: every second one is
+    /// acknowledged, also of a program that has answered before.
+    #[test]
+    fn every_second_write_is_acknowledged() {
+        for length in [1, 36, 300, 1000, MSS - 1, MSS] {
+            let mut pair = Pair::answering(0);
+            pair.ends[0].set_nodelay(true);
+            let pure: u32 = (0..100).map(|_| pair.write(&[length])).sum();
+            assert!((50..=100).contains(&pure), "{pure} of 100 with {length} bytes");
+        }
     }
 
     /// Bulk data is acknowledged every second segment, also where each segment is a write, and where small messages

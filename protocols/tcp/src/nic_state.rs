@@ -61,6 +61,8 @@ impl Connection {
             ts_known,
             last_at,
             unacked,
+            // The next NIC delays one acknowledgement more at most.
+            pushed: _,
         } = *receive;
         let ended = *state == State::Closed;
         NicState {
@@ -133,6 +135,7 @@ impl Connection {
         let r = &mut self.receive;
         r.unacked = unacked.min(MOST_UNACKED);
         r.last_ack = if r.nxt.wrapping_sub(last_ack) > MOST_UNACKED { r.nxt } else { last_ack };
+        r.pushed = r.last_ack;
         (r.quick_acks, r.last_at) = (quick_acks, now.ago(silent_for));
         r.ts_known = ts_known && self.agreed.timestamps && silent_for < TS_RECENT_LASTS;
         let adv = r.adv;

@@ -43,6 +43,8 @@ impl Connection {
     pub fn connect(config: Config, isn: u32, ts_offset: u32, now: Instant) -> Connection {
         let mut connection = Connection::opening(config, isn, ts_offset, now);
         connection.state = State::SynSent;
+        // TCP_USER_TIMEOUT counts from the SYN (in Linux, tcp_connect).
+        connection.timers.silent_since = now;
         connection
     }
 
@@ -73,7 +75,7 @@ impl Connection {
         let place = length.min(self.receive.capacity);
         let place_seq = self.receive.nxt;
         self.receive.nxt = place_seq.wrapping_add(place);
-        self.receive.last_ack = self.receive.nxt;
+        (self.receive.last_ack, self.receive.pushed) = (self.receive.nxt, self.receive.nxt);
         self.receive.adv = self.receive.nxt;
         self.opening.fast = true;
         Received { place, place_seq, delivered: place, ..Received::default() }
@@ -107,7 +109,7 @@ impl Connection {
         }
         let r = &mut self.receive;
         r.nxt = syn.seq.wrapping_add(1);
-        (r.read, r.adv, r.last_ack) = (r.nxt, r.nxt, r.nxt);
+        (r.read, r.adv, r.last_ack, r.pushed) = (r.nxt, r.nxt, r.nxt, r.nxt);
         r.last_at = now;
         if let Some((value, _)) = options.timestamps {
             (r.ts_recent, r.ts_known) = (value, value != 0);

@@ -110,7 +110,7 @@ impl Connection {
         // PAWS starts from the first segment seen: the kernel does not show its ts_recent, only the timestamp that it
         // echoed last. The peer's next segments are acknowledged at once, as at the start: its view of the window is
         // refreshed soon.
-        self.receive.last_ack = image.rcv_nxt;
+        (self.receive.last_ack, self.receive.pushed) = (image.rcv_nxt, image.rcv_nxt);
         self.due = Due::ACK;
         self.rtt.min_at = now.0;
         self.congestion.cwnd = self.congestion.cwnd.max(2);

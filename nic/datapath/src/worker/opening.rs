@@ -250,6 +250,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             receive_limit: self.limits(index)[0],
             mtu: image.mtu,
             ip_header: if flow.is_v4() { 20 } else { 40 },
+            user_timeout: image.user_timeout,
             syn_retries: if retries == 0 { default.syn_retries } else { retries.min(MOST_RETRIES) as u8 },
             ..default
         };

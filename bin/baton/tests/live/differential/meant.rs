@@ -418,7 +418,7 @@ pub const MEANT: &[Meant] = &[
     Meant {
         name: "an old timestamp before the NIC knows the peer's",
         rfc: "RFC 7323 sections 4.3 and 5.3",
-        nic: "TS.Recent is valid from the first segment on that it is taken from: the kernel does not tell its own",
+        nic: "TS.Recent is valid from the first segment on that it is taken from: the kernel does not show its own",
         linux: "valid from the handshake on",
         parts: &["answered", "acknowledged", "sacked"],
         holds: |it| {
