@@ -197,7 +197,7 @@ impl Session {
         // The NIC no longer reads the buffers of connections that have left it.
         self.kept.retain(|(connection, _)| ![Owner::Kernel, Owner::Nobody].contains(&connection.owner()));
         let _ = self.poller.remove(adopted.fd.as_fd());
-        released.map(|()| adopted.fd)
+        released.map(|_| adopted.fd)
     }
 
     /// Closes a connection as close(2) would.

@@ -32,6 +32,7 @@ mod lookout;
 mod messages;
 mod options;
 mod poll;
+mod ports;
 mod process;
 mod readiness;
 mod real;

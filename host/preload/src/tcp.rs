@@ -18,7 +18,7 @@ use crate::short_lock::ShortLock;
 use crate::waiter::Waiter;
 use crate::waiting::{Fact, Negative, Waiting};
 use crate::worth::{Moment, Worth};
-use crate::{options, thread};
+use crate::{options, ports, thread};
 use baton_abi::layout::Owner;
 use baton_client::{Connection, note_hot_from};
 use baton_linux::process::Undisturbed;
@@ -420,7 +420,9 @@ impl Tcp {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
             // A socket that is closed now leaves its port to the next one at once.
-            let _ = session.shared.forget(connection, baton_client::PORT_LIMIT);
+            if !session.shared.forget(connection, baton_client::PORT_LIMIT).unwrap_or(false) {
+                ports::note_late();
+            }
             self.connecting.store(false, RELAXED);
             self.put_into(State::Candidate);
             self.rearm();

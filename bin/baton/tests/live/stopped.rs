@@ -169,7 +169,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     let agent = hold_agent(&bed);
     let (closing, closed) = (shared.clone(), registered.len());
     in_time("closes", move || {
-        registered.iter().for_each(|connection| closing.forget(connection, Duration::ZERO).expect("forgotten"))
+        registered.iter().for_each(|connection| closing.forget(connection, Duration::ZERO).map(drop).expect("forgotten"))
     });
     let (registering, taken) = (shared.clone(), late.try_clone().expect("a descriptor"));
     let refused = in_time("a registration", move || registering.register(taken.as_fd(), false).map(drop)).expect_err("no answer");
@@ -242,7 +242,9 @@ fn what_is_closed_while_an_agent_is_held_is_closed_by_the_next() {
     let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
     let held = hold_agent(&bed);
     let of = shared.clone();
-    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, Duration::ZERO).expect("forgotten")));
+    in_time("closes", move || {
+        closing.iter().for_each(|connection| of.forget(connection, Duration::ZERO).map(drop).expect("forgotten"))
+    });
     drop(servers);
     baton_linux::process::signal(agent, libc::SIGKILL).expect("a signal");
     drop(held);
@@ -583,6 +585,51 @@ fn a_stopped_keeper_holds_up_no_end_of_a_connection() {
     let end = peer.read(&mut [0]);
     process::signal(keeper, SIGCONT).expect("a signal");
     assert_eq!((line.as_str(), end.expect("the end")), ("closed\n", 0));
+    drop(program.stdin.take());
+    assert!(in_time("its end", move || program.wait()).expect("its end").success());
+}
+
+/// A program that gives its socket a port, waits for the peer's end, closes, and gives the next one the same port.
+const PORT: &str = "
+import socket, sys
+def bound(port):
+    one = socket.socket()
+    one.bind(('0.0.0.0', port))
+    return one
+probe = bound(0)
+port = probe.getsockname()[1]
+probe.close()
+one = bound(port)
+one.connect((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'y')
+assert one.recv(1) == b'y'
+print('ready', flush=True)
+sys.stdin.readline()
+assert one.recv(1) == b''
+one.close()
+print('closed', flush=True)
+bound(port)
+print('bound', flush=True)
+sys.stdin.readline()
+";
+
+/// The keeper closes its descriptor of a closed socket late: the socket that then binds its port waits for that.
+#[test]
+fn a_port_that_is_free_late_is_waited_for() {
+    const SIGSTOP: i32 = 19;
+    const SIGCONT: i32 = 18;
+    let bed = hosts(TestbedSettings::default());
+    let ((mut program, lines), [peer]) = start_with_peers::<1>(&bed, PORT, &[]);
+    let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
+    let keeper = process::parent(agent).expect("a keeper");
+    drop(peer);
+    process::signal(keeper, SIGSTOP).expect("a signal");
+    program.stdin.as_mut().expect("its input").write_all(b"\n").expect("a line");
+    let mut lines = lines.lines();
+    let closed = lines.next();
+    process::signal(keeper, SIGCONT).expect("a signal");
+    assert_eq!(closed.expect("a line").expect("a line"), "closed");
+    assert_eq!(lines.next().expect("a line").expect("a line"), "bound");
     drop(program.stdin.take());
     assert!(in_time("its end", move || program.wait()).expect("its end").success());
 }

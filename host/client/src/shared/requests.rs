@@ -475,12 +475,12 @@ impl Shared {
     /// Makes the agent forget a connection, which is then in the kernel, with no descriptor outside of the program. An
     /// agent that does not answer forgets it later, and has its descriptor until then.
     ///
-    /// `within`: how long to wait for agent and keeper to close theirs, if the program's close(2) is to be the last one
-    /// (not at the limit of descriptors); else zero. After [`LIMIT`] in vain the agent counts as silent.
+    /// `within`: how long to wait for agent and keeper to close theirs (not at the limit of descriptors), or zero.
+    /// After [`LIMIT`] in vain the agent counts as silent. Returns false if they were waited for in vain.
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
-    pub fn forget(&self, connection: &Connection, within: Duration) -> io::Result<()> {
+    pub fn forget(&self, connection: &Connection, within: Duration) -> io::Result<bool> {
         let (ours, theirs) = (!within.is_zero()).then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
@@ -494,7 +494,7 @@ impl Shared {
         }
         self.let_go(connection);
         if self.has_ended() || reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-            return Ok(());
+            return Ok(false);
         }
         match reply? {
             Reply::Done => {}
@@ -502,16 +502,16 @@ impl Shared {
             _ => return Err(protocol_error("the connection was not released")),
         }
         drop(theirs);
-        if let Some(ours) = ours {
-            let _undisturbed = Undisturbed::begin();
-            // Waits for the end of the connection; no message comes. After a time-out the agent counts as silent, so
-            // that a program that closes many connections does not wait each time for a keeper that is stopped.
-            let ended = ours.receive_message_within::<()>(within);
-            if within >= LIMIT && ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-                self.note_silence();
-            }
+        let Some(ours) = ours else { return Ok(true) };
+        let _undisturbed = Undisturbed::begin();
+        // Waits for the end of the connection; no message comes. After a time-out the agent counts as silent, so that a
+        // program that closes many connections does not wait each time for a keeper that is stopped.
+        let ended = ours.receive_message_within::<()>(within);
+        let in_vain = ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut);
+        if in_vain && within >= LIMIT {
+            self.note_silence();
         }
-        Ok(())
+        Ok(!in_vain)
     }
 
     /// Removes a connection that the agent has forgotten from the session.

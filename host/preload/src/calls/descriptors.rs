@@ -9,7 +9,7 @@ use crate::tcp::{self, Origin, Tcp};
 use crate::thread::{self, fail};
 use crate::waiting::Negative;
 use crate::whole::Whole;
-use crate::{faults, forks, leaving, options, process, real, udp, unserved, worth};
+use crate::{faults, forks, leaving, options, ports, process, real, udp, unserved, worth};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
@@ -256,7 +256,8 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn bind(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    let done = undisturbed(fd, || unsafe { real::bind(fd, address, length) });
+    let call = || undisturbed(fd, || unsafe { real::bind(fd, address, length) });
+    let done = if table::tcp(fd).is_some() { ports::bind(call) } else { call() };
     if done == 0
         && let Some(tcp) = table::tcp(fd)
     {

@@ -9,7 +9,7 @@ use crate::process::Session;
 use crate::short_lock::Held;
 use crate::waiting::{Negative, Waiting};
 use crate::worth::{self, Worth};
-use crate::{forks, options, real, table, thread};
+use crate::{forks, options, ports, real, table, thread};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::c_int;
@@ -393,7 +393,10 @@ impl Tcp {
                 (false, true) => baton_client::PORT_LIMIT,
                 (false, false) => Duration::ZERO,
             };
-            let _ = session.shared.forget(connection, within);
+            let is_free = session.shared.forget(connection, within).unwrap_or(false);
+            if leaves_port && !is_free {
+                ports::note_late();
+            }
             if sends_fin && options::is_kernels(fd) {
                 // The FIN leaves now. The kernel's close sends it only when agent and keeper have closed their
                 // descriptors, too, which may be late; and not at all if bytes have come since the program called
