@@ -28,6 +28,10 @@ const CHANGING: u8 = 2;
 /// connection always counts as moved.
 const LEAVING: u32 = u32::MAX;
 
+/// Bit of [`Connection::unused`]: nothing can be sent any more. As large as the largest send memory, so that a fast
+/// path which subtracts it finds no room.
+const STOPPED: u32 = 1 << 30;
+
 /// Connection reset by peer.
 const ECONNRESET: u32 = 104;
 
@@ -52,12 +56,10 @@ pub struct Connection {
     /// the size of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
-    /// Bytes of send memory that may not be filled, since SO_SNDBUF is less.
+    /// Bytes of send memory that may not be filled, since SO_SNDBUF is less, and [`STOPPED`].
     unused: AtomicU32,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
-    /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
-    pub(crate) stopped: AtomicBool,
     /// Index in the command ring behind the last command that the NIC has to acknowledge before the next send.
     pub(crate) given: AtomicU64,
     /// The sequence number up to which bytes were announced to the NIC ([`baton_abi::FETCH`]), and whether any were
@@ -145,6 +147,13 @@ impl<'a> Inside<'a> {
         self.wake_mover();
     }
 
+    /// As [`Inside::leave`], where a fast path does not serve a call.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn leave_unserved(self) {
+        self.leave();
+    }
+
     /// Wakes an agent that waits for the program to leave.
     #[inline(always)]
     pub(crate) fn wake_mover(self) {
@@ -206,7 +215,6 @@ impl Connection {
             unused: zero(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
             given: AtomicU64::new(0),
             announced: zero(),
             announces: AtomicBool::new(false),
@@ -227,7 +235,6 @@ impl Connection {
         self.cid.store(0, RELAXED);
         self.fin.store(false, RELAXED);
         self.shut.store(false, RELAXED);
-        self.stopped.store(false, RELAXED);
         self.error.store(ALIVE, RELAXED);
         self.unused.store(0, RELAXED);
         // The agent's counter starts at 0. If the connection has moved since, the difference shows it.
@@ -348,7 +355,7 @@ impl Connection {
         let settled = block.word(block::OWNER).load(Ordering::Acquire) == Owner::Nic as u32
             && block.word(block::MOVES).load(Ordering::Acquire) == self.moves.load(Ordering::Acquire);
         if !settled {
-            block.leave();
+            block.leave_unserved();
             return None;
         }
         Some(block)
@@ -396,7 +403,8 @@ impl Connection {
         copy(&self.cid, block::CID);
         let size = self.load(block::RECEIVE_SIZE);
         let receives = self.receive_memory().move_to(self.load(block::RECEIVE_BASE), size);
-        let sends = self.send_memory().move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
+        let send_size = self.load(block::SEND_SIZE);
+        let sends = send_size <= STOPPED && self.send_memory().move_to(self.load(block::SEND_BASE), send_size);
         let is_inside = |base, size| {
             let (base, size) = (self.load(base) as usize, self.load(size));
             size.is_power_of_two() && base + size as usize <= self.memory.region().len()
@@ -447,7 +455,7 @@ impl Connection {
     fn apply_most_queued(&self, most: u32) {
         let length = self.send_memory().length();
         let most = length.min(most);
-        self.unused.store(length - most, RELAXED);
+        let _ = self.unused.fetch_update(RELAXED, RELAXED, |unused| Some(unused & STOPPED | (length - most)));
         self.store(
             block::QUIET_ABOVE,
             if self.state.load(RELAXED) & PATIENT != 0 { most.saturating_sub(writable_room(most)) } else { 0 },
@@ -476,7 +484,7 @@ impl Connection {
 
     pub(crate) fn set_ended(&self, error: u32) {
         self.error.store(error, Ordering::Release);
-        self.stopped.store(true, RELAXED);
+        self.stop(true);
     }
 
     /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. The bytes that it had
@@ -499,7 +507,7 @@ impl Connection {
 
     pub(crate) fn set_shut(&self, shut: bool) {
         self.shut.store(shut, RELAXED);
-        self.stopped.store(shut || self.ended().is_some() || self.is_unmapped(), RELAXED);
+        self.stop(shut || self.ended().is_some() || self.is_unmapped());
     }
 
     /// Whether its memory cannot be mapped in the program's address space, so that the program can only have the
@@ -532,7 +540,7 @@ impl Connection {
             receive_memory: self.receive_memory().length(),
             fin: self.fin.load(RELAXED),
             room: self.room(),
-            most_queued: length.saturating_sub(self.unused.load(RELAXED)),
+            most_queued: length.saturating_sub(self.unused.load(RELAXED) & !STOPPED),
             queued: self.queued.load(RELAXED).wrapping_sub(acknowledged),
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
@@ -579,9 +587,32 @@ impl Connection {
 
     /// As [`Connection::room`]; below 0 where more is queued than fits.
     #[inline(always)]
-    pub(crate) fn signed_room(&self) -> i32 {
-        let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
-        room as i32
+    fn signed_room(&self) -> i32 {
+        self.room_without(self.unused.load(RELAXED) & !STOPPED)
+    }
+
+    /// As [`Connection::signed_room`]; not above 0 where nothing can be sent any more.
+    #[inline(always)]
+    pub(crate) fn room_unless_stopped(&self) -> i32 {
+        self.room_without(self.unused.load(RELAXED))
+    }
+
+    #[inline(always)]
+    fn room_without(&self, unused: u32) -> i32 {
+        self.room_ends.load(RELAXED).wrapping_sub(unused).wrapping_sub(self.queued.load(RELAXED)) as i32
+    }
+
+    /// Whether nothing can be sent any more: the sending side is shut, or the connection has ended.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.unused.load(RELAXED) & STOPPED != 0
+    }
+
+    fn stop(&self, stopped: bool) {
+        if stopped {
+            self.unused.fetch_or(STOPPED, RELAXED);
+        } else {
+            self.unused.fetch_and(!STOPPED, RELAXED);
+        }
     }
 
     /// Whether the NIC is opening it.

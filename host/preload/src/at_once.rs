@@ -33,14 +33,14 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     false
 }
 
-/// Fast path of recv(2) into one buffer, whose arguments are `kept` as well. None, with nothing received, if it does
-/// not serve the call.
+/// Fast path of recv(2) into one buffer, whose arguments are `kept` as well. None, with nothing received and nothing
+/// changed there, if it does not serve the call.
 ///
 /// # Safety
 /// As recv(2).
 #[inline(always)]
 pub(crate) unsafe fn receive_at_once(
-    kept: &Arguments,
+    kept: &mut Arguments,
     fd: c_int,
     start: *mut c_void,
     length: size_t,
@@ -52,28 +52,22 @@ pub(crate) unsafe fn receive_at_once(
     branch();
     let tcp = TcpEntry::of(fd)?.tcp();
     let (connection, session) = tcp.plain()?;
-    if length == 0 {
-        return None;
-    }
     // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only
     // passed on to a guarded copy, and what has received nothing then goes the slow path, which knows null.
     let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
     whole::begin();
-    // `whole::end` is in both branches, and the length is read from memory, so that no register is needed to keep the
-    // result across it.
+    // The length is read from memory, so that no register is needed to keep the result across `whole::end`.
     match session.shared.receive_at_once(connection, token(), room) {
-        Received::All => {
-            let length = kept.length;
-            tcp.took(length);
+        Received::All => {}
+        Received::Some(0) => {
             whole::end();
-            Some(length as ssize_t)
+            return None;
         }
-        Received::Some(received) => {
-            tcp.took(received);
-            whole::end();
-            if received == 0 { None } else { Some(received as ssize_t) }
-        }
+        Received::Some(received) => kept.set_length(received),
     }
+    tcp.took(kept.length());
+    whole::end();
+    Some(kept.length() as ssize_t)
 }
 
 /// Keeps the compiler from computing the conditions before and after this at once, which takes more instructions than a
@@ -90,19 +84,50 @@ fn branch() {
 /// The arguments of a call for one buffer, kept in memory so that the fast path can use all registers. They are read
 /// again only if the fast path does not serve the call.
 pub(crate) struct Arguments {
-    pub fd: c_int,
-    pub flags: c_int,
-    pub start: *mut c_void,
-    pub length: size_t,
+    fd: c_int,
+    flags: c_int,
+    start: *mut c_void,
+    length: size_t,
 }
 
 impl Arguments {
     #[inline(always)]
+    pub fn new(fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> Arguments {
+        Arguments { fd, flags, start, length }
+    }
+
+    /// Writes them to memory. To be called where they stay: what is moved is copied.
+    #[inline(always)]
     pub fn keep(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: no instruction; the compiler has to write the arguments to memory, and to read them there.
+        // Volatile, so that the compiler has to write them, and to read them there.
+        // SAFETY: to fields of this structure.
         unsafe {
-            std::arch::asm!("/* {} */", in(reg) std::ptr::from_mut(self), options(nostack, preserves_flags));
+            (&raw mut self.fd).write_volatile(self.fd);
+            (&raw mut self.flags).write_volatile(self.flags);
+            (&raw mut self.start).write_volatile(self.start);
+            (&raw mut self.length).write_volatile(self.length);
+        }
+    }
+
+    #[inline(always)]
+    pub fn length(&self) -> size_t {
+        // SAFETY: a field of this structure.
+        unsafe { (&raw const self.length).read_volatile() }
+    }
+
+    #[inline(always)]
+    pub fn set_length(&mut self, length: size_t) {
+        // SAFETY: a field of this structure.
+        unsafe { (&raw mut self.length).write_volatile(length) }
+    }
+
+    /// Descriptor, start, length and flags.
+    #[inline(always)]
+    pub fn all(&self) -> (c_int, *mut c_void, size_t, c_int) {
+        // SAFETY: fields of this structure.
+        unsafe {
+            let (fd, flags) = ((&raw const self.fd).read_volatile(), (&raw const self.flags).read_volatile());
+            (fd, (&raw const self.start).read_volatile(), self.length(), flags)
         }
     }
 }

@@ -50,20 +50,21 @@ fn take_after_all(shared: &Shared, connection: &Connection, block: Inside<'_>, t
 
 impl Shared {
     /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived, and some are wanted.
-    /// `Some(0)`, with nothing received, in any other case.
+    /// `Some(0)`, with nothing received, in any other case, also if no bytes are wanted.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> Received {
         let Some(block) = connection.step_in(token) else { return Received::Some(0) };
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
         let unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
-        // After the copy only the block is needed, so fewer registers have to be saved.
-        if out.len() <= unread
+        // After the copy only the block is needed, so fewer registers have to be saved. No bytes are as many as never
+        // come.
+        if out.len().wrapping_sub(1) < unread
             && !should_report(connection, end)
             && let Some(is_written) = connection.receive_memory().read_straight(read, out)
         {
             if !is_written {
-                block.leave();
+                block.leave_unserved();
                 return Received::Some(0);
             }
             connection.note_read(block, end);

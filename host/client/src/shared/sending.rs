@@ -78,7 +78,7 @@ impl Shared {
         (total, held): (usize, bool),
         pieces: impl Iterator<Item = &'a [u8]>,
     ) -> io::Result<usize> {
-        if connection.stopped.load(RELAXED) {
+        if connection.is_stopped() {
             return Err(self.send_error(connection));
         }
         let mut length = total.min(connection.room() as usize);
@@ -226,7 +226,7 @@ impl Shared {
         let Some(block) = connection.step_in(token) else { return false };
         let lane = self.lane(connection);
         let Some(commands) = put_at_once(lane, connection, block, token, bytes) else {
-            block.leave();
+            block.leave_unserved();
             return false;
         };
         block.step_out();
@@ -260,7 +260,7 @@ impl Shared {
     /// Whether the NIC was notified; None, with nothing sent, if there is no room.
     #[inline(always)]
     fn put_and_join(&self, lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> Option<bool> {
-        if connection.stopped.load(RELAXED) || !fits(connection, bytes) {
+        if !fits(connection, bytes) {
             return None;
         }
         let queued = connection.queued.load(RELAXED);
@@ -382,7 +382,7 @@ pub(crate) fn send_from(
     (address, length): (u32, usize),
     note: impl FnOnce(u32, u32),
 ) -> io::Result<usize> {
-    if connection.stopped.load(RELAXED) {
+    if connection.is_stopped() {
         return Err(shared.send_error(connection));
     }
     let mut most = length.min(connection.room() as usize) as u32;
@@ -414,10 +414,11 @@ pub fn limits_queue(level: i32, option: i32) -> bool {
     level == 1 && matches!(option, 7 | 32)
 }
 
-/// Whether there is room for all bytes. Not meaningful for no bytes, or for more than a call takes.
+/// Whether they can be sent, and there is room for all of them. Not meaningful for no bytes, or for more than a call
+/// takes.
 #[inline(always)]
 fn fits(connection: &Connection, bytes: &[u8]) -> bool {
-    bytes.len() as isize <= connection.signed_room() as isize
+    bytes.len() as isize <= connection.room_unless_stopped() as isize
 }
 
 /// Part of [`Shared::send_at_once`]: the lock of the command ring, which is still held; None if nothing was sent.
@@ -429,7 +430,7 @@ fn put_at_once<'a>(
     token: Token,
     bytes: &[u8],
 ) -> Option<LockGuard<'a, Producer<RingWords>>> {
-    if connection.stopped.load(RELAXED) || !fits(connection, bytes) {
+    if !fits(connection, bytes) {
         return None;
     }
     let queued = connection.queued.load(RELAXED);
@@ -505,6 +506,28 @@ mod tests {
         shared.with_events(1, |round| round.refresh(&connection)).expect("the lock");
         assert!(shared.takes(&connection, 1) && shared.await_answer(&connection, 1));
         assert_eq!(shared.send(&connection, 1, b"b").expect("room"), 1);
+    }
+
+    /// A connection that can send nothing has the room that it had. SO_SNDBUF changes nothing about that, nor do more
+    /// queued bytes than it allows.
+    #[test]
+    fn nothing_is_sent_at_once_where_nothing_can_be_sent() {
+        let (mut shared, _memory, _) = with_handshakes();
+        shared.use_interface(Interface::Batched, Nagle::Nic);
+        let connection = on_nic(&shared, 0);
+        assert!(shared.send_at_once(&connection, 1, &[7; 2000]));
+        for most in [0, 4096, 1024] {
+            connection.limit_queue(most);
+            let room = connection.room();
+            connection.set_shut(true);
+            assert!(!shared.send_at_once(&connection, 1, b"a"));
+            connection.limit_queue(most);
+            assert!(!shared.send_at_once(&connection, 1, b"a"));
+            assert_eq!((connection.is_stopped(), connection.room()), (true, room));
+            assert_eq!(shared.send(&connection, 1, b"a").expect_err("it is shut").kind(), io::ErrorKind::BrokenPipe);
+            connection.set_shut(false);
+            assert_eq!(shared.send_at_once(&connection, 1, b"a"), room > 0, "{most} bytes may be queued: room for {room}");
+        }
     }
 
     /// The NIC's connection of this number in a session, with 4096 bytes of memory each way, all of it unread.

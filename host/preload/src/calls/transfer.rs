@@ -66,14 +66,15 @@ macro_rules! receives {
         /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C-unwind" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
-            let mut kept = Arguments { fd: $fd, flags: $flags, start: $buffer, length: $length };
+            let mut kept = Arguments::new($fd, $buffer, $length, $flags);
             kept.keep();
             // SAFETY: the program's own arguments (`# Safety`).
-            if let Some(received) = unsafe { receive_at_once(&kept, $fd, $buffer, $length, $flags) } {
+            if let Some(received) = unsafe { receive_at_once(&mut kept, $fd, $buffer, $length, $flags) } {
                 return received;
             }
+            let (fd, start, length, flags) = kept.all();
             // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { receive(kept.fd, kept.start, kept.length, Some(kept.flags)) }
+            unsafe { receive(fd, start, length, Some(flags)) }
         }
     };
 }
@@ -87,14 +88,15 @@ receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags);
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
-    let mut kept = Arguments { fd, flags: 0, start: buffer, length };
+    let mut kept = Arguments::new(fd, buffer, length, 0);
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    if let Some(received) = unsafe { receive_at_once(&kept, fd, buffer, length, 0) } {
+    if let Some(received) = unsafe { receive_at_once(&mut kept, fd, buffer, length, 0) } {
         return received;
     }
+    let (fd, start, length, _) = kept.all();
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { receive(kept.fd, kept.start, kept.length, None) }
+    unsafe { receive(fd, start, length, None) }
 }
 
 /// Intercepts the C library's `__read_chk`.
@@ -134,9 +136,10 @@ pub unsafe extern "C-unwind" fn recvfrom(
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
     };
-    let kept = Arguments { fd, flags, start: buffer, length };
+    let mut kept = Arguments::new(fd, buffer, length, flags);
+    kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    let at_once = unsafe { receive_at_once(&kept, fd, buffer, length, flags) };
+    let at_once = unsafe { receive_at_once(&mut kept, fd, buffer, length, flags) };
     // SAFETY: the program's own arguments (`# Safety`).
     let received = at_once.unwrap_or_else(|| unsafe { io::receive(Call::Flagged, tcp, fd, buffer, length, flags) });
     // A connected stream has no sender's address.
@@ -380,14 +383,15 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
-    let mut kept = Arguments { fd, flags: 0, start: buffer.cast_mut(), length };
+    let mut kept = Arguments::new(fd, buffer.cast_mut(), length, 0);
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { send_at_once(fd, buffer, length, 0) } {
-        return kept.length as ssize_t;
+        return kept.length() as ssize_t;
     }
+    let (fd, start, length, _) = kept.all();
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { transmit(kept.fd, kept.start, kept.length, None) }
+    unsafe { transmit(fd, start, length, None) }
 }
 
 /// Intercepts the C library's `send`.
@@ -396,14 +400,15 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: 
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
-    let mut kept = Arguments { fd, flags, start: buffer.cast_mut(), length };
+    let mut kept = Arguments::new(fd, buffer.cast_mut(), length, flags);
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { send_at_once(fd, buffer, length, flags) } {
-        return kept.length as ssize_t;
+        return kept.length() as ssize_t;
     }
+    let (fd, start, length, flags) = kept.all();
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { transmit(kept.fd, kept.start, kept.length, Some(kept.flags)) }
+    unsafe { transmit(fd, start, length, Some(flags)) }
 }
 
 /// Intercepts the C library's `sendto`.
